@@ -1,0 +1,1 @@
+"""Acceptance, draft quality, calibration and reports; import as `dspark.evals`."""

@@ -1,0 +1,1 @@
+"""Triton kernels, each beside the plain torch function that defines it; import as `dspark.kernels`."""

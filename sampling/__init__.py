@@ -1,0 +1,1 @@
+"""Distributions, random streams, draft sampling and rejection sampling; import as `dspark.sampling`."""
