@@ -1,0 +1,274 @@
+"""Speculative generation: draft, verify, commit, for a batch of requests that come and go.
+
+    prefill                      first token from the target; its taps become draft context
+    each step, for all requests at once:
+        draft     = drafter.propose(anchor)                   tokens and the q they were drawn from
+        output    = target.verify([anchor, drafts])           nothing committed
+        verified  = rejection_sample(q, p)                    exactly the target's distribution
+        target.commit, drafter.extend                         accepted rows only
+
+Without a drafter the same loop verifies the anchor alone: plain decoding through the same class, with the same random numbers per position.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dspark.cache import RaggedKV
+from dspark.drafter import Draft, Drafter, check_num_draft_tokens
+from dspark.records import FinishReason, Generation, StepRecord
+from dspark.sampling import (
+    Drafting,
+    OneHotProposal,
+    Purpose,
+    SamplingParams,
+    SamplingTensors,
+    Streams,
+    Verification,
+    rejection_sample,
+    sample,
+    to_distribution,
+)
+from dspark.target import Target
+
+OnTokens = Callable[[int, list[int], StepRecord | None], None]
+OnFinish = Callable[[int, Generation], None]
+
+
+@torch.inference_mode()
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    num_draft_tokens: int | None = None,
+    drafting: Drafting = "probabilistic",
+    draft_truncation: bool = True,
+    max_batch_size: int = 32,
+    on_tokens: OnTokens | None = None,
+    on_finish: OnFinish | None = None,
+) -> list[Generation]:
+    """Generate for every prompt; the output distribution is the target's alone, whatever the drafter.
+
+    Args:
+        target: the model to sample from; its taps are set to the drafter's.
+        drafter: None decodes plainly.
+        prompts: texts (tokenised as they are, without chat template) or lists of token ids.
+        params: one for all prompts, or one per prompt.
+        num_draft_tokens: K; default the drafter's trained maximum. Near a limit a request is offered fewer.
+        drafting: "probabilistic" draws drafts from q, "greedy" takes their argmax with a one-hot q. Both are lossless.
+        draft_truncation: whether q is cut by top_k, top_p and min_p as the target is. Lossless either way; uncut drafts are rejected more.
+        max_batch_size: requests run together; others wait and join as places become free.
+        on_tokens: called with (prompt index, new token ids, step) whenever tokens are committed; step is None for the prefill token.
+        on_finish: called with (prompt index, generation) when a request ends.
+
+    Returns:
+        One `Generation` per prompt, in the order of the prompts.
+
+    Raises:
+        ValueError: a prompt is empty, out of vocabulary or too long; K is outside the trained range; drafter and target do not fit.
+    """
+    all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(all_params) != len(prompts):
+        raise ValueError(f"{len(all_params)} sampling params for {len(prompts)} prompts: give one for all, or one per prompt")
+    if max_batch_size < 1:
+        raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
+    if drafter is not None:
+        num_draft_tokens = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        check_num_draft_tokens(drafter.config, num_draft_tokens)
+        check_pair(target, drafter)
+    target.tap(drafter.config.tap_ids if drafter is not None else ())
+    requests = [_open(i, target, p, q) for i, (p, q) in enumerate(zip(prompts, all_params, strict=True))]
+    batch = _Batch(target, drafter, num_draft_tokens or 0, drafting, draft_truncation)
+    waiting = deque(requests)
+    while waiting or batch.requests:
+        free = max_batch_size - len(batch.requests)
+        joining = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+        events = batch.admit(joining) if joining else batch.step()
+        for request, tokens, step in events:
+            if on_tokens is not None:
+                on_tokens(request.index, tokens, step)
+            if on_finish is not None and request.generation.finish_reason is not None:
+                on_finish(request.index, request.generation)
+        batch.drop_finished()
+    return [request.generation for request in requests]
+
+
+def check_pair(target: Target, drafter: Drafter) -> None:
+    """Refuse a drafter that was resolved for another target (ValueError)."""
+    if drafter.target_vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the drafter was loaded for a vocabulary of {drafter.target_vocab_size}, the target has {target.vocab_size}: "
+            "draft ids would mean other tokens. Load it with load_drafter(..., target=target)"
+        )
+    if drafter.config.target_hidden_size != target.hidden_size:
+        raise ValueError(
+            f"the drafter reads target states of width {drafter.config.target_hidden_size}, this target's are {target.hidden_size} wide: "
+            "it was trained for another target"
+        )
+    if drafter.device != target.device:
+        raise ValueError(f"the drafter is on {drafter.device}, the target on {target.device}: load both on one device")
+
+
+@dataclass
+class _Request:
+    """A request while it runs."""
+
+    index: int
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    max_new_tokens: int
+    generation: Generation
+
+    @property
+    def remaining(self) -> int:
+        return self.max_new_tokens - len(self.generation.token_ids)
+
+    def commit(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Append emitted tokens up to the first stop or the length limit, whichever comes first; a stop at the limit counts as a stop."""
+        emitted = emitted[: self.remaining]
+        stop = next((i for i, token in enumerate(emitted) if token in self.stop_ids), None)
+        committed = emitted if stop is None else emitted[: stop + 1]
+        self.generation.token_ids += committed
+        if stop is not None:
+            self.generation.finish_reason = "stop"
+        elif self.remaining == 0:
+            self.generation.finish_reason = "length"
+        return committed, self.generation.finish_reason
+
+
+_Event = tuple[_Request, list[int], StepRecord | None]
+
+
+class _Batch:
+    """The running requests and everything that is indexed by their row."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, num_draft_tokens: int, drafting: Drafting, draft_truncation: bool
+    ) -> None:
+        self.target, self.drafter = target, drafter
+        self.num_draft_tokens, self.drafting, self.draft_truncation = num_draft_tokens, drafting, draft_truncation
+        self.requests: list[_Request] = []
+
+    def admit(self, joining: list[_Request]) -> list[_Event]:
+        """Prefill new requests, sample their first token, and put them behind the running ones."""
+        prompts = [request.generation.prompt_ids for request in joining]
+        cache, draft_cache = self.target.new_cache(len(joining)), None
+        output = self.target.prefill(cache, prompts)
+        if self.drafter is not None:
+            draft_cache = self.drafter.new_cache(len(joining))
+            self.drafter.extend(draft_cache, output.taps, [len(prompt) for prompt in prompts])
+        streams = Streams.for_params([request.params for request in joining], self.target.device)
+        sampling = SamplingTensors.stack([request.params for request in joining], self.target.device)
+        probs = to_distribution(output.logits[:, None], sampling)
+        first = sample(probs, streams, cache.lengths[:, None], Purpose.TARGET)[:, 0].tolist()
+        self._append(joining, cache, draft_cache, streams, sampling)
+        return [(request, request.commit([token])[0], None) for request, token in zip(joining, first, strict=True)]
+
+    def _append(
+        self,
+        joining: list[_Request],
+        cache: RaggedKV,
+        draft_cache: RaggedKV | None,
+        streams: Streams,
+        sampling: SamplingTensors,
+    ) -> None:
+        if self.requests:
+            self.cache.append(cache)
+            self.streams, self.sampling = self.streams.concat(streams), self.sampling.concat(sampling)
+            if self.draft_cache is not None and draft_cache is not None:
+                self.draft_cache.append(draft_cache)
+        else:
+            self.cache, self.draft_cache, self.streams, self.sampling = cache, draft_cache, streams, sampling
+        self.requests = self.requests + joining
+
+    def step(self) -> list[_Event]:
+        """One round for every running request."""
+        anchors = torch.tensor([r.generation.token_ids[-1] for r in self.requests], device=self.target.device)
+        offered = [self._offered(request) for request in self.requests]
+        draft = self._propose(anchors, max(offered))
+        proposal = draft.proposal if draft is not None else OneHotProposal(anchors[:, None][:, :0])
+        output = self.target.verify(self.cache, torch.cat([anchors[:, None], proposal.tokens], dim=1))
+        verified = rejection_sample(
+            proposal,
+            to_distribution(output.logits, self.sampling),
+            self.streams,
+            self.cache.lengths + 1,
+            torch.tensor(offered, device=self.target.device),
+        )
+        kept = verified.num_emitted.tolist()  # rows of the pass to keep: the anchor and the accepted drafts
+        events = self._record(offered, draft, verified)
+        self.target.commit(self.cache, kept)
+        if self.drafter is not None and self.draft_cache is not None:
+            self.drafter.extend(self.draft_cache, output.taps, kept)
+        return events
+
+    def _offered(self, request: _Request) -> int:
+        """Drafts worth verifying: no more than the request can still take beside the token that verification adds, none past the drafter's positions."""
+        if self.drafter is None:
+            return 0
+        position = len(request.generation.prompt_ids) + len(request.generation.token_ids) - 1
+        if position + self.drafter.config.block_size > self.drafter.config.max_position_embeddings:
+            return 0
+        return min(self.num_draft_tokens, request.remaining - 1)
+
+    def _propose(self, anchors: torch.Tensor, num_draft_tokens: int) -> Draft | None:
+        if self.drafter is None or self.draft_cache is None or num_draft_tokens == 0:
+            return None
+        sampling = self.sampling if self.draft_truncation else self.sampling.without_truncation()
+        return self.drafter.propose(self.draft_cache, anchors, sampling, self.streams, num_draft_tokens, self.drafting)
+
+    def _record(self, offered: list[int], draft: Draft | None, verified: Verification) -> list[_Event]:
+        tokens, accepted, accept_probs = verified.tokens.tolist(), verified.num_accepted.tolist(), verified.accept_probs.tolist()
+        has_confidence = draft is not None and draft.confidence_logits is not None
+        confidence = draft.confidence_logits.sigmoid().tolist() if has_confidence else None  # type: ignore[union-attr]
+        events: list[_Event] = []
+        for row, request in enumerate(self.requests):
+            position = len(request.generation.prompt_ids) + len(request.generation.token_ids) - 1
+            committed, reason = request.commit(tokens[row][: accepted[row] + 1])
+            stopped_in_drafts = reason == "stop" and len(committed) <= accepted[row]
+            judged = len(committed) if stopped_in_drafts else offered[row]
+            step = StepRecord(
+                position=position,
+                num_offered=judged,
+                num_accepted=min(accepted[row], judged),
+                num_committed=len(committed),
+                accept_probs=tuple(accept_probs[row][:judged]),
+                confidence=tuple(confidence[row][:judged]) if confidence is not None else (),
+                finish_reason=reason,
+            )
+            request.generation.steps.append(step)
+            events.append((request, committed, step))
+        return events
+
+    def drop_finished(self) -> None:
+        """Give the places of finished requests free."""
+        rows = [row for row, request in enumerate(self.requests) if request.generation.finish_reason is None]
+        if len(rows) == len(self.requests):
+            return
+        self.requests = [self.requests[row] for row in rows]
+        index = torch.tensor(rows, dtype=torch.int64, device=self.target.device)
+        self.cache.keep(rows)
+        if self.draft_cache is not None:
+            self.draft_cache.keep(rows)
+        self.streams, self.sampling = self.streams.rows(index), self.sampling.rows(index)
+
+
+def _open(index: int, target: Target, prompt: str | Sequence[int], params: SamplingParams) -> _Request:
+    """Validate one prompt and its limits."""
+    prompt_ids = target.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if not prompt_ids:
+        raise ValueError(f"prompt {index} is empty: there is nothing to condition on; give at least one token")
+    outside = [token for token in prompt_ids if not 0 <= token < target.vocab_size]
+    if outside:
+        raise ValueError(f"prompt {index} holds token id {outside[0]}, outside the target's vocabulary of {target.vocab_size}")
+    room = target.max_positions - len(prompt_ids)
+    if room < 1:
+        raise ValueError(
+            f"prompt {index} has {len(prompt_ids)} tokens, the target reaches {target.max_positions} positions: nothing could be generated; shorten it"
+        )
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(target.stop_token_ids))
+    return _Request(index, params, stop_ids, min(params.max_new_tokens, room), Generation(prompt_ids))
