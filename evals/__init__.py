@@ -1,1 +1,19 @@
 """Acceptance, draft quality, calibration and reports; import as `dspark.evals`."""
+
+from dspark.evals.acceptance import Acceptance, measure_acceptance
+from dspark.evals.datasets import format_prompt, load_dataset, packaged_datasets
+from dspark.evals.report import ResultRow, format_table
+from dspark.evals.run import evaluate
+from dspark.evals.settings import EvalSettings
+
+__all__ = [
+    "Acceptance",
+    "EvalSettings",
+    "ResultRow",
+    "evaluate",
+    "format_prompt",
+    "format_table",
+    "load_dataset",
+    "measure_acceptance",
+    "packaged_datasets",
+]

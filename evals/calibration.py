@@ -1,0 +1,137 @@
+"""How well the confidence head predicts acceptance.
+
+The head says, for each position, how likely its draft is accepted *given that all drafts before it were*. What a
+scheduler acts on is the product up to a position, the chance that the prefix survives, and that product is what is
+scored here, against whether the prefix was accepted:
+
+    Brier   mean of (s - y)^2 over positions, s the survival, y = 1 if the prefix up to here was accepted.
+    ECE     sum over bins of (share of positions in the bin) * |mean s - mean y|, in `NUM_BINS` bins of equal width.
+    AUROC   chance that an accepted prefix has a larger s than a rejected one, ties counting one half.
+
+Positions that were never verified (trimmed from the block, or behind a stop) have no y and are left out. ECE of a
+perfectly calibrated head is not 0 on finite data: with n positions in a bin it is about sqrt(2 s (1 - s) / (pi n))
+there.
+
+Source: Guo et al. 2017, arXiv:1706.04599, section 2 (ECE); Hanley and McNeil 1982 (AUROC as a rank statistic).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark.evals.stats import Bootstrap, Estimate, divide
+
+NUM_BINS = 10
+MAX_RESAMPLED_SCORES = 1000  # distinct scores kept under resampling; more than this only cost time
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """One bin of survival: positions in it, their mean survival, and the share whose prefix was accepted."""
+
+    low: float
+    high: float
+    num_positions: int
+    mean_survival: float | None
+    accepted: float | None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Calibration of cumulative confidence over `num_positions` verified draft positions."""
+
+    num_positions: int
+    ece: Estimate
+    auroc: Estimate
+    brier: Estimate
+    bins: tuple[ReliabilityBin, ...]
+
+
+def calibrate(
+    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, bootstrap: Bootstrap
+) -> Calibration | None:
+    """Score cumulative confidence against prefix acceptance.
+
+    Args:
+        request: [N] int, index of the request of each verified position, below `bootstrap.num_requests`.
+        survival: [N] float in [0, 1], product of the step's confidences up to the position; NaN where the drafter has
+            no confidence head.
+        accepted: [N] bool, whether the draft and all before it in its step were accepted.
+        bootstrap: resamples over requests.
+
+    Returns:
+        The scores, or None where no position has a confidence.
+    """
+    scored = ~np.isnan(survival)
+    if not scored.any():
+        return None
+    request, survival, accepted = request[scored], survival[scored], accepted[scored].astype(np.float64)
+    squared_error = _sum_by(request, np.zeros_like(request), (survival - accepted) ** 2, (bootstrap.num_requests, 1))
+    num_positions = _sum_by(request, np.zeros_like(request), np.ones_like(survival), (bootstrap.num_requests, 1))
+    ece, bins = _binned(request, survival, accepted, bootstrap)
+    return Calibration(
+        num_positions=len(survival),
+        ece=ece,
+        auroc=_auroc_estimate(request, survival, accepted, bootstrap),
+        brier=bootstrap.ratio(squared_error, num_positions)[0],
+        bins=bins,
+    )
+
+
+def auroc(positives: np.ndarray, negatives: np.ndarray) -> np.ndarray:
+    """Area under the ROC curve from counts per score.
+
+    Args:
+        positives: [r, G], weight of accepted prefixes at each of G scores in ascending order.
+        negatives: [r, G], the same of rejected ones.
+
+    Returns:
+        [r]; NaN for a row that lacks positives or negatives.
+    """
+    negatives_below = np.cumsum(negatives, axis=1) - negatives
+    won = (positives * (negatives_below + negatives / 2)).sum(1)
+    return divide(won, positives.sum(1) * negatives.sum(1))
+
+
+def _auroc_estimate(request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, bootstrap: Bootstrap) -> Estimate:
+    scores, rank = np.unique(survival, return_inverse=True)
+    whole = np.zeros_like(rank)
+    exact = auroc(
+        _sum_by(whole, rank, accepted, (1, len(scores))), _sum_by(whole, rank, 1 - accepted, (1, len(scores)))
+    )
+    num_groups = min(len(scores), MAX_RESAMPLED_SCORES)
+    group = rank * num_groups // len(scores)  # neighbouring scores become ties; only the interval sees it
+    shape = (bootstrap.num_requests, num_groups)
+    positives, negatives = _sum_by(request, group, accepted, shape), _sum_by(request, group, 1 - accepted, shape)
+    return bootstrap.estimate(exact[0], auroc(bootstrap.weights @ positives, bootstrap.weights @ negatives))
+
+
+def _binned(
+    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, bootstrap: Bootstrap
+) -> tuple[Estimate, tuple[ReliabilityBin, ...]]:
+    index = np.minimum((survival * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    shape = (bootstrap.num_requests, NUM_BINS)
+    sums = [_sum_by(request, index, values, shape) for values in (np.ones_like(survival), survival, accepted)]
+
+    def ece(weights: np.ndarray) -> np.ndarray:  # [r, num_requests] -> [r]
+        count, predicted, realised = (weights @ part for part in sums)
+        return divide(np.abs(predicted - realised).sum(1), count.sum(1))
+
+    counts, predicted, realised = (part.sum(0) for part in sums)
+    bins = tuple(
+        ReliabilityBin(
+            low=i / NUM_BINS,
+            high=(i + 1) / NUM_BINS,
+            num_positions=int(counts[i]),
+            mean_survival=float(predicted[i] / counts[i]) if counts[i] else None,
+            accepted=float(realised[i] / counts[i]) if counts[i] else None,
+        )
+        for i in range(NUM_BINS)
+    )
+    value = ece(np.ones((1, bootstrap.num_requests)))[0]
+    return bootstrap.estimate(value, ece(bootstrap.weights)), bins
+
+
+def _sum_by(row: np.ndarray, column: np.ndarray, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Sum `values` [N] into cells (row, column) of an array of `shape`."""
+    return np.bincount(row * shape[1] + column, values, shape[0] * shape[1]).reshape(shape)

@@ -1,0 +1,138 @@
+"""Result rows and the tables made of them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dspark.evals.acceptance import INCONCLUSIVE, Acceptance
+from dspark.evals.stats import Estimate
+
+PLAIN = "plain decoding"
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Speed of the requests that this process ran; requests taken over from an interrupted run are not in it."""
+
+    num_requests: int
+    num_tokens: int
+    wall_s: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Generated tokens, those of prefill included, per second of wall time, prefill included."""
+        return self.num_tokens / self.wall_s if self.num_tokens else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and `tokens_per_s`."""
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """Figures of one data set at one temperature, with the settings that they hold for.
+
+    `repetition` is the share of requests whose output ends in a loop. `num_tokens` counts all generated tokens, those
+    of prefill included. `timing` is not part of `to_dict`: the same run gives the same row, but not the same time.
+    """
+
+    dataset: str
+    temperature: float
+    settings: dict[str, Any]
+    acceptance: Acceptance
+    num_tokens: int
+    finish_reasons: dict[str, int]
+    repetition: Estimate
+    timing: Timing = field(compare=False)
+
+    @property
+    def label(self) -> str:
+        """`measured`, INCONCLUSIVE where a drafter was given and nothing was drafted, or plain decoding."""
+        return PLAIN if self.settings["drafter"] is None else self.acceptance.label
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the timing, ready for JSON."""
+        row = asdict(self)
+        del row["timing"]
+        return {"label": self.label, **row}
+
+
+HEADER = (
+    "data set",
+    "T",
+    "requests",
+    "steps",
+    "tokens/step [95%]",
+    "macro",
+    "accepted",
+    "conditional per position",
+    "1 - TV per position",
+    "ECE",
+    "loops",
+)
+
+
+def format_table(rows: Sequence[ResultRow], markdown: bool = False) -> str:
+    """Rows as an aligned text table, or a Markdown one, followed by the settings they share in words.
+
+    Args:
+        rows: result rows, in the order to show.
+        markdown: whether to write a Markdown table.
+    """
+    cells = [HEADER, *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    if markdown:
+        lines = ["| " + " | ".join(line) + " |" for line in cells]
+        lines.insert(1, "|" + " --- |" * len(HEADER))
+    notes = list(dict.fromkeys(describe_settings(row) for row in rows))
+    return "\n".join([*lines, "", *notes])
+
+
+def describe_settings(row: ResultRow) -> str:
+    """One line: what a reader needs in order to compare the row with a figure from elsewhere."""
+    settings, prompt_format, drafter = row.settings, row.settings["prompt_format"], row.settings["drafter"]
+    template = prompt_format["mode"]
+    if prompt_format["template_sha256"]:
+        template += f" template {prompt_format['template_sha256'][:8]}"
+    thinking = {None: "no thinking switch", False: "thinking off", True: "thinking on"}[prompt_format["thinking"]]
+    drafting = PLAIN
+    if drafter is not None:
+        drafting = (
+            f"K={settings['num_draft_tokens']}, block {drafter['block_size']} {drafter['layout']}, "
+            f"{settings['drafting']} drafting, {settings['verification']}"
+        )
+    sampling = f"top_k={settings['top_k']} top_p={settings['top_p']} min_p={settings['min_p']}"
+    return (
+        f"{row.dataset}: sha256 {settings['dataset']['sha256'][:8]}, {settings['turns']} turn, {template}, {thinking}; "
+        f"{drafting}; {sampling}, at most {settings['max_new_tokens']} tokens, seed {settings['seed']}; "
+        f"target {settings['target']['dtype']} on {settings['target']['device']}"
+    )
+
+
+def _cells(row: ResultRow) -> tuple[str, ...]:
+    figures = row.acceptance
+    drafted = figures.label != INCONCLUSIVE
+    return (
+        row.dataset,
+        f"{row.temperature:g}",
+        str(figures.num_requests),
+        str(figures.num_steps),
+        _number(figures.tokens_per_step, interval=True),
+        _number(figures.tokens_per_step_macro),
+        _number(figures.acceptance_rate) if drafted else row.label,
+        " ".join(_number(rates.conditional) for rates in figures.positions) or MISSING,
+        " ".join(_number(rates.expected) for rates in figures.positions) or MISSING,
+        _number(figures.calibration.ece, digits=3) if figures.calibration else MISSING,
+        f"{row.repetition.value:.0%}" if row.repetition.value is not None else MISSING,
+    )
+
+
+def _number(estimate: Estimate, digits: int = 2, interval: bool = False) -> str:
+    if estimate.value is None:
+        return MISSING
+    text = f"{estimate.value:.{digits}f}"
+    if interval and estimate.low is not None:
+        text += f" [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+    return text

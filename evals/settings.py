@@ -1,0 +1,194 @@
+"""What was run, in full: the options of an evaluation, and the description that every result carries.
+
+Figures of speculative decoding cannot be compared without the data set, the chat template, the thinking flag, the
+sampling settings, K, the block layout, and the models; so a result without them cannot be written.
+"""
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dspark
+from dspark.drafter import Drafter
+from dspark.evals.datasets import Dataset, PromptFormat
+from dspark.sampling import Drafting, SamplingParams
+from dspark.target import HFTarget
+
+VERIFICATION = "standard rejection sampling"
+DISTRIBUTIONS = ("torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """Options of an evaluation. Every data set is run at every temperature, one result row each.
+
+    `num_draft_tokens` None means the drafter's maximum; `limit` None every prompt; `prompt_mode` and `thinking` are
+    those of `resolve_prompt_format`. `target_name` and `drafter_name` say in words where the models came from; they
+    are only recorded.
+    """
+
+    datasets: tuple[str, ...] = ("default",)
+    limit: int | None = None
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    num_draft_tokens: int | None = None
+    drafting: Drafting = "probabilistic"
+    draft_truncation: bool = True
+    max_new_tokens: int = 256
+    ignore_eos: bool = False
+    seed: int = 0
+    batch_size: int = 8
+    prompt_mode: str = "auto"
+    thinking: bool | None = None
+    target_name: str | None = None
+    drafter_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse settings that name no run.
+
+        Raises:
+            ValueError: no data set or temperature, one of them twice, or a sampling value out of range.
+        """
+        object.__setattr__(self, "datasets", tuple(str(name) for name in self.datasets))
+        object.__setattr__(self, "temperatures", tuple(float(value) for value in self.temperatures))
+        for field, values in (("datasets", self.datasets), ("temperatures", self.temperatures)):
+            if not values:
+                raise ValueError(f"{field} is empty: name at least one")
+            if len(set(values)) < len(values):
+                raise ValueError(f"{field} {values} names one twice: its rows could not be told apart")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        for temperature in self.temperatures:
+            self.sampling_params(temperature, seed=0)
+
+    def sampling_params(self, temperature: float, seed: int) -> SamplingParams:
+        """Sampling parameters of one request."""
+        return SamplingParams(
+            temperature=temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=seed,
+            max_new_tokens=self.max_new_tokens,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+def request_seed(seed: int, dataset: str, index: int) -> int:
+    """Seed of one request, 0 <= seed < 2^63: the same for every limit, order of data sets and batch size."""
+    digest = hashlib.sha256(f"{seed}:{dataset}:{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def describe_run(
+    target: HFTarget,
+    drafter: Drafter | None,
+    settings: EvalSettings,
+    datasets: Sequence[Dataset],
+    prompt_format: PromptFormat,
+) -> dict[str, Any]:
+    """Everything that the figures of a run depend on, ready for JSON.
+
+    Two runs with equal descriptions give the same records, up to rounding where the batch differs (none in float64).
+    """
+    options = asdict(settings)
+    options.pop("datasets")
+    options |= {"temperatures": list(settings.temperatures), "num_draft_tokens": _num_draft_tokens(drafter, settings)}
+    return {
+        "datasets": [{"name": d.name, "sha256": d.sha256, "num_prompts": len(d.prompts)} for d in datasets],
+        "turns": "first",
+        "prompt_format": asdict(prompt_format),
+        "settings": options,
+        "verification": VERIFICATION,
+        "target": _describe_target(target),
+        "drafter": None if drafter is None else _describe_drafter(drafter),
+        "versions": library_versions(),
+        "commit": source_commit(),
+    }
+
+
+def row_settings(description: dict[str, Any], dataset: str, temperature: float) -> dict[str, Any]:
+    """The part of a run's description that belongs to one data set and temperature."""
+    options = {key: value for key, value in description["settings"].items() if key != "temperatures"}
+    described = next(d for d in description["datasets"] if d["name"] == dataset)
+    kept = {key: value for key, value in description.items() if key not in ("datasets", "settings")}
+    return {"dataset": described, **options, "temperature": temperature, **kept}
+
+
+def _num_draft_tokens(drafter: Drafter | None, settings: EvalSettings) -> int:
+    if drafter is None:
+        return 0
+    return drafter.config.max_draft_tokens if settings.num_draft_tokens is None else settings.num_draft_tokens
+
+
+def _describe_target(target: HFTarget) -> dict[str, Any]:
+    config = target.config
+    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "model_type": config.model_type,
+        "num_layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "config_sha256": digest,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": _device_name(target.device),
+    }
+
+
+def _describe_drafter(drafter: Drafter) -> dict[str, Any]:
+    config = drafter.config
+    return {
+        "family": config.family,
+        "weights_sha256": weights_sha256(drafter),
+        "block_size": config.block_size,
+        "layout": "anchor-first" if config.anchor_first else "1+N",
+        "markov_kind": config.markov_kind,
+        "confidence": config.confidence,
+        "draft_vocab_size": config.draft_vocab_size,
+        "dtype": str(drafter.dtype).removeprefix("torch."),
+    }
+
+
+def weights_sha256(module: torch.nn.Module) -> str:
+    """Digest of a module's own tensors (names, dtypes, shapes, bytes); those it shares with a target are not in it."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what the numbers come out of."""
+    versions = {name: version(name) for name in DISTRIBUTIONS}
+    return {"dspark": dspark.__version__, "python": platform.python_version(), **versions}
+
+
+def source_commit() -> str | None:
+    """Commit of the checkout that `dspark` comes from, with "-dirty" if tracked files differ; None if installed."""
+    source = Path(dspark.__file__).resolve()
+    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return None  # a package installed inside somebody else's checkout is not of that checkout
+    return _git(source.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
