@@ -1,0 +1,134 @@
+"""Rejection sampling of a drafted block: keep a prefix of the drafts, add one token, emit exactly the target's law.
+
+    for i in drafts:   accept if u q_i(draft_i) < p_i(draft_i), u uniform;   stop at the first rejection
+    rejected at i:     emit a draw from max(p_i - q_i, 0), normalised
+    all accepted:      emit a draw from p after the last draft
+
+Token i is emitted as min(p, q) by acceptance and as (1 - sum(min(p, q))) * residual by recovery, together p. The law
+needs the draw of a draft, its acceptance and its recovery to be independent: they read three different streams.
+Source: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318, algorithm 2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dspark.sampling.proposal import Proposal
+from dspark.sampling.streams import Purpose, Streams, sample
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What one step emits for each request.
+
+    With K = 3, all offered, and drafts (5, 7, 2) of which 7 is rejected and replaced by 4: tokens (5, 4, -1, -1),
+    num_accepted 1, num_emitted 2.
+
+    Attributes:
+        tokens: [B, K+1] int64; accepted drafts, then one recovered or bonus token, then -1.
+        num_accepted: [B] int64, 0..K; the added token is not counted.
+        num_emitted: [B] int64, num_accepted + 1.
+        accept_probs: [B, K]; expected acceptance sum(min(p, q)) = 1 - TV of each offered draft, reached or not; NaN
+            where none was offered.
+    """
+
+    tokens: torch.Tensor
+    num_accepted: torch.Tensor
+    num_emitted: torch.Tensor
+    accept_probs: torch.Tensor
+
+
+def rejection_sample(
+    proposal: Proposal,
+    target_probs: torch.Tensor,
+    streams: Streams,
+    positions: torch.Tensor,
+    num_offered: torch.Tensor | None = None,
+) -> Verification:
+    """Verify a block of drafts against the target.
+
+    Args:
+        proposal: drafts [B, K] and what they were drawn from; K may be 0. A placeholder -1 ends a request's drafts.
+        target_probs: [B, K+1, V]; row i is p given the drafts before i. Rows past `num_offered` are not read.
+        streams: the requests' random numbers.
+        positions: [B] int64, absolute position of the first draft.
+        num_offered: [B] int64, drafts that were really verified, 0..K; all K if None. A request with 0 takes a plain
+            step from row 0.
+
+    Returns:
+        The emitted tokens and counts. A request's row depends on its own inputs only.
+
+    Raises:
+        ValueError: shapes disagree, a count is outside 0..K, or a draft is outside the target's vocabulary.
+        AssertionError: an offered draft has q = 0, so that it was not drawn from this q.
+    """
+    batch, num_draft_tokens = proposal.tokens.shape
+    offered = _offered_slots(proposal, target_probs, num_offered)
+    drafts = proposal.tokens.masked_fill(~offered, 0)
+    accepted = offered & _accepts(proposal, drafts, offered, target_probs[:, :-1], streams, positions)
+    num_accepted = accepted.long().cumprod(-1).sum(-1)
+
+    last = target_probs[torch.arange(batch, device=num_accepted.device), num_accepted][:, None]  # [B, 1, V]
+    rejected = num_accepted < offered.sum(-1)
+    added = torch.empty_like(num_accepted)
+    for chosen, purpose in ((rejected, Purpose.RECOVERY), (~rejected, Purpose.TARGET)):
+        if chosen.any():
+            probs = last[chosen]
+            if purpose is Purpose.RECOVERY:
+                probs = proposal.rows(chosen).position(num_accepted[chosen]).residual(probs)
+            where = (positions + num_accepted)[chosen, None]
+            added[chosen] = sample(probs, streams.rows(chosen), where, purpose)[:, 0]
+
+    slot = torch.arange(num_draft_tokens + 1, device=num_accepted.device)
+    tokens = torch.cat([drafts, added[:, None]], dim=1).masked_fill(slot >= num_accepted[:, None], -1)
+    tokens = torch.where(slot == num_accepted[:, None], added[:, None], tokens)
+    overlap = proposal.overlap(target_probs[:, :-1]).masked_fill(~offered, float("nan"))
+    return Verification(tokens, num_accepted, num_accepted + 1, overlap)
+
+
+def _offered_slots(proposal: Proposal, target_probs: torch.Tensor, num_offered: torch.Tensor | None) -> torch.Tensor:
+    """[B, K] bool: slots whose draft is to be judged; checks what `rejection_sample` promises to refuse."""
+    batch, num_draft_tokens = proposal.tokens.shape
+    if target_probs.ndim != 3 or target_probs.shape[:2] != (batch, num_draft_tokens + 1):
+        raise ValueError(
+            f"target_probs must be [{batch}, {num_draft_tokens + 1}, V], one row per draft and one after them,"
+            f" got {tuple(target_probs.shape)}"
+        )
+    vocab_size = target_probs.shape[-1]
+    before_placeholder = (~proposal.empty).long().cumprod(-1).bool()
+    slot = torch.arange(num_draft_tokens, device=proposal.tokens.device)
+    if num_offered is None:
+        offered = before_placeholder
+    else:
+        if ((num_offered < 0) | (num_offered > num_draft_tokens)).any():
+            raise ValueError(f"num_offered must be in 0..{num_draft_tokens}, got {num_offered.tolist()}")
+        offered = before_placeholder & (slot < num_offered[:, None])
+    if (offered & (proposal.tokens >= vocab_size)).any():
+        raise ValueError(
+            f"draft token {int(proposal.tokens.max())} is outside the target's vocabulary of {vocab_size}:"
+            " the draft vocabulary's ids were not mapped"
+        )
+    return offered
+
+
+def _accepts(
+    proposal: Proposal,
+    drafts: torch.Tensor,
+    offered: torch.Tensor,
+    target_probs: torch.Tensor,
+    streams: Streams,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """[B, K] bool: u q < p for each draft, judged alone; of use only where `offered`."""
+    p = target_probs.gather(-1, drafts[..., None])[..., 0].double()
+    q = proposal.prob().double()
+    undrawn = offered & ~(q > 0)
+    assert not undrawn.any(), (
+        f"draft {int(drafts[undrawn][0])} of request {int(undrawn.nonzero()[0, 0])} has q = 0:"
+        " it was not drawn from the q that came with it, and the output would be biased"
+    )
+    certain = (p >= q) | (p == 0)  # u lies in [0, 1): no number can change these
+    if certain[offered].all():
+        return p > 0
+    slot = torch.arange(drafts.shape[1], device=drafts.device)
+    return streams.uniform(positions[:, None] + slot, Purpose.ACCEPT) * q < p

@@ -1,0 +1,228 @@
+"""Random numbers that belong to a request, and the draw that uses them.
+
+A number is a function of (request seed, absolute position, purpose, index), computed by Philox. Nothing advances, so
+a request's numbers do not depend on the batch around it, on the block length, on padding, or on how often it was
+preempted. No two purposes share a number: had the draw of a draft and the draw that recovers from its rejection the
+same noise, the emitted token would lean towards the drafter.
+
+A token is drawn by the exponential race: with E_v independent unit exponentials, argmin E_v / p_v is distributed as
+p. E_v is tied to the *target* token id v, so that a distribution over a subset of ids draws the same token as its
+dense form.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from dspark.kernels.philox import WORD, philox_at, philox_rows
+from dspark.sampling.params import SamplingParams
+
+# Last counter word: numbers tied to token ids and single numbers of one purpose are kept apart too.
+_PER_TOKEN, _SINGLE = 0, 1
+
+# A row whose support is at most this share of the vocabulary computes noise for its support only. One id costs a
+# whole counter there and a quarter of one in a dense row, and gathering costs about as much again.
+SMALL_SUPPORT = 1 / 8
+
+
+class Purpose(IntEnum):
+    """What a random number decides; a word of the Philox counter."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RECOVERY = 2
+    TARGET = 3
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The random numbers of a batch of requests.
+
+    Attributes:
+        seeds: [B] int64, one per request; equal seeds give equal numbers.
+
+    Raises:
+        ValueError: `seeds` is not int64 [B].
+    """
+
+    seeds: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.seeds.ndim != 1 or self.seeds.dtype != torch.int64:
+            raise ValueError(f"seeds must be int64 [B], got {self.seeds.dtype} {tuple(self.seeds.shape)}")
+
+    @classmethod
+    def for_params(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> "Streams":
+        """One stream per element of `params`; a seed of None is drawn from the operating system."""
+        seeds = [secrets.randbits(64) - 2**63 if each.seed is None else each.seed for each in params]
+        return cls(torch.tensor(seeds, dtype=torch.int64, device=device))
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def rows(self, index: torch.Tensor) -> "Streams":
+        """The requests that `index` selects: [n] int64 or a [B] bool mask."""
+        return Streams(self.seeds[index])
+
+    def concat(self, other: "Streams") -> "Streams":
+        """These requests, then those of `other`."""
+        return Streams(torch.cat([self.seeds, other.seeds]))
+
+    def uniform(self, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+        """One uniform number per position.
+
+        Args:
+            positions: [B, N] int64; absolute positions, 0..2**32-1.
+            purpose: what the numbers decide.
+
+        Returns:
+            [B, N] float64 in [0, 1), multiples of 2**-53.
+
+        Raises:
+            ValueError: `positions` has another number of rows than `seeds`.
+        """
+        key, counter = self._philox_rows(positions, purpose, _SINGLE)
+        high, low = philox_rows(key, counter, 2).to(torch.float64).unbind(-1)
+        bits = (high / 2**5).floor_() * 2**26 + (low / 2**6).floor_()
+        return (bits / 2**53).view(positions.shape)
+
+    def exponential(
+        self, positions: torch.Tensor, purpose: Purpose, vocab_size: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Unit exponentials of every token id at every position.
+
+        Args:
+            positions: [B, N] int64; absolute positions, 0..2**32-1.
+            purpose: what the numbers decide.
+            vocab_size: number of token ids; the first V numbers do not depend on V.
+            dtype: float32 or float64. Both come from the same 32 random bits.
+
+        Returns:
+            [B, N, V], > 0 and finite. The smallest value is near 2**-33, so that a draw is off by at most about
+            2**-33 per token of smaller probability.
+
+        Raises:
+            ValueError: `positions` has another number of rows than `seeds`.
+        """
+        key, counter = self._philox_rows(positions, purpose, _PER_TOKEN)
+        return _to_exponential(philox_rows(key, counter, vocab_size), dtype).view(*positions.shape, vocab_size)
+
+    def exponential_at(
+        self, positions: torch.Tensor, purpose: Purpose, ids: torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """The numbers of `exponential` for chosen token ids only, bit for bit.
+
+        Args:
+            positions: [B, N] int64; absolute positions, 0..2**32-1.
+            purpose: what the numbers decide.
+            ids: [B, N, k] int64, token ids of the target.
+            dtype: float32 or float64.
+
+        Returns:
+            [B, N, k].
+
+        Raises:
+            ValueError: `positions` has another number of rows than `seeds`, or `ids` than `positions`.
+        """
+        key, counter = self._philox_rows(positions, purpose, _PER_TOKEN)
+        return _to_exponential(philox_at(key, counter, ids.flatten(0, 1)), dtype).view(ids.shape)
+
+    def _philox_rows(self, positions: torch.Tensor, purpose: Purpose, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B*N, 2] and counter words [B*N, 3] of all positions."""
+        if positions.ndim != 2 or len(positions) != len(self.seeds) or positions.dtype != torch.int64:
+            raise ValueError(
+                f"positions must be int64 [{len(self.seeds)}, N], one row per request,"
+                f" got {positions.dtype} {tuple(positions.shape)}"
+            )
+        seeds = self.seeds[:, None].expand_as(positions).flatten()
+        position = positions.flatten()
+        tail = torch.tensor([int(purpose), kind], device=position.device).expand(len(position), 2)
+        return torch.stack([seeds & WORD, seeds >> 32 & WORD], -1), torch.cat([position[:, None], tail], -1)
+
+
+def _to_exponential(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Unit exponentials -log1p(-u) of uint32 words, u in the middle of the word's cell: small values stay resolved."""
+    negative_u = words.to(dtype).add_(0.5).mul_(-(2.0**-32))
+    # In float32 the top cells round to u = 1, whose logarithm is infinite.
+    return negative_u.clamp_min_(-1 + torch.finfo(dtype).eps / 2).log1p_().neg_()
+
+
+def sample(
+    probs: torch.Tensor,
+    streams: Streams,
+    positions: torch.Tensor,
+    purpose: Purpose,
+    ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw one token per position.
+
+    Args:
+        probs: [B, N, V] float32 or float64, >= 0; rows sum to 1. With `ids`, [B, N, k].
+        streams: the requests' random numbers.
+        positions: [B, N] int64; absolute position of the token drawn.
+        purpose: what the draw is for.
+        ids: [B, N, k] int64, target token id of each column, distinct within a row; None if column v is token v.
+
+    Returns:
+        [B, N] int64 target token ids of positive probability, the same with `ids` as from the dense form. A row with
+        a single such token needs no noise.
+
+    Raises:
+        ValueError: `positions` and `streams` disagree in the number of requests.
+        AssertionError: a row has no positive probability.
+
+    Source: the exponential race; vLLM 0.33 draws the same way, v1/sample/ops/topk_topp_sampler.py `random_sample`.
+    """
+    batch, num_positions, width = probs.shape
+    rows = probs.reshape(-1, width)
+    requests = torch.arange(batch, device=probs.device).repeat_interleave(num_positions)
+    flat_ids = None if ids is None else ids.reshape(-1, width)
+    support = (rows > 0).sum(-1)
+    assert support.all(), (
+        f"row {int((support == 0).nonzero()[0, 0])} of probs has no positive entry: nothing can be drawn"
+    )
+
+    small = (support == 1) | (support <= width * SMALL_SUPPORT)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=probs.device)
+    for chosen, race in ((small, _race_on_support), (~small, _race)):
+        if chosen.any():
+            some = chosen.nonzero()[:, 0]
+            whole = len(some) == len(rows)  # the common case needs no copy
+            tokens[some] = race(
+                rows if whole else rows[some],
+                streams.rows(requests[some]),
+                positions.reshape(-1, 1)[some],
+                purpose,
+                flat_ids if whole or flat_ids is None else flat_ids[some],
+            )
+    return tokens.view(batch, num_positions)
+
+
+def _race(
+    probs: torch.Tensor, streams: Streams, positions: torch.Tensor, purpose: Purpose, ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Winners [R] of rows [R, V] with noise for every column."""
+    if ids is None:
+        return streams.exponential(positions, purpose, probs.shape[-1], probs.dtype)[:, 0].div_(probs).argmin(-1)
+    times = streams.exponential_at(positions, purpose, ids[:, None], probs.dtype)[:, 0].div_(probs)
+    # Of equal times the lowest id wins, as in the dense form, in whatever order the ids come.
+    return ids.masked_fill(times > times.amin(-1, keepdim=True), torch.iinfo(ids.dtype).max).amin(-1)
+
+
+def _race_on_support(
+    probs: torch.Tensor, streams: Streams, positions: torch.Tensor, purpose: Purpose, ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Winners [R] of rows [R, V], with noise only where probs > 0; the tokens of `_race`, bit for bit."""
+    row, column = probs.nonzero(as_tuple=True)
+    token = column if ids is None else ids[row, column]
+    if len(row) == len(probs):
+        return token
+    times = streams.rows(row).exponential_at(positions[row], purpose, token[:, None, None], probs.dtype)[:, 0, 0]
+    times /= probs[row, column]
+    best = times.new_full((len(probs),), float("inf")).scatter_reduce_(0, row, times, "amin")
+    winners = times == best[row]
+    tokens = torch.full((len(probs),), torch.iinfo(torch.int64).max, device=probs.device)
+    return tokens.scatter_reduce_(0, row[winners], token[winners], "amin")
