@@ -35,7 +35,7 @@ from dspark.evals.records import RecordStore, RequestRecord, write_json
 from dspark.evals.report import ResultRow, Timing
 from dspark.evals.settings import EvalSettings, describe_run, request_seed, row_settings
 from dspark.evals.stats import Bootstrap
-from dspark.generate import generate
+from dspark.loop import generate
 from dspark.records import Generation
 from dspark.target import HFTarget
 
