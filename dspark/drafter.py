@@ -92,6 +92,7 @@ class Drafter(Backbone):
         """Empty context for `batch_size` requests."""
         return RaggedKV(self.config.num_layers, batch_size, self.device)
 
+    @torch.inference_mode()
     def extend(self, cache: RaggedKV, taps: torch.Tensor, num_rows: Sequence[int]) -> None:
         """Append the context of newly committed tokens.
 

@@ -98,5 +98,3 @@ def test_batched_rounds_of_different_lengths_equal_single_ones(case):
     drafter.extend(cache, padded, starts)
     hidden = drafter.block_hidden(cache, golden["in.anchor"][[3, 0]])
     torch.testing.assert_close(hidden, golden["out.hidden"][[3, 0]], rtol=0, atol=1e-10)
-
-
