@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from dspark.config import DrafterConfig
 from dspark.drafter import Drafter
-from dspark.families import Findings, Layout, Resolved, resolve_container
+from dspark.families import Container, Findings, Layout, Resolved, resolve_container
 from dspark.families.container import DTYPES, open_container
 from dspark.families.findings import CheckpointError, refusal
 from dspark.families.names import FLOATING, NamedTensors, TensorSource
@@ -55,7 +55,8 @@ def load_drafter(
         CheckpointError: anything that would make it draft unlike it was trained, with every problem that was found.
     """
     findings = Findings()
-    resolved = inspect_files(path, target, layout, findings)
+    container = findings.attempt(open_container, path)
+    resolved = None if container is None else check_files(container, target, layout, findings)
     findings.raise_problems(str(path))
     assert resolved is not None
     assert resolved.config is not None
@@ -86,23 +87,20 @@ def check_target(config: DrafterConfig, target: TargetFacts) -> None:
     findings.raise_problems(f"drafter ({config.family})")
 
 
-def inspect_files(
-    path: str | Path, target: TargetFacts | None, layout: Layout | None, findings: Findings
+def check_files(
+    container: Container, target: TargetFacts | None, layout: Layout | None, findings: Findings
 ) -> Resolved | None:
-    """All checks that need no weights to be kept: config, names, shapes, vocabulary tables, and the target if given.
+    """All checks that need no weights: config, names, shapes, vocabulary tables, and the target if given.
 
     Args:
-        path: folder or Hub id.
+        container: config and tensor headers.
         target: the target, or None to check the files alone.
         layout: override of the block layout.
         findings: receives every problem and note.
 
     Returns:
-        What could be resolved; None where the files cannot be opened or their packaging is not supported.
+        What could be resolved; None where the packaging is not supported.
     """
-    container = findings.attempt(open_container, path)
-    if container is None:
-        return None
     target_vocab_size = None if target is None else target.vocab_size
     resolved = resolve_container(container, layout, target_vocab_size, findings)
     if resolved is None or resolved.tensors is None:

@@ -118,7 +118,11 @@ def open_container(path: str | Path) -> Container:
             "Mask rows would be embedded by the wrong vector, and pickled files are not opened.",
             "Store the vector in the mask_token_id row of embed_tokens and delete the file.",
         )
-    return Container(folder, raw, read_headers(folder))
+    try:
+        return Container(folder, raw, read_headers(folder))
+    except CheckpointError:
+        refuse_unsupported(recognise(raw))  # the better message for packagings that keep their weights elsewhere
+        raise
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,227 @@
+"""What a checkpoint is and whether it would load, without loading it: the content of `dspark inspect`.
+
+Runs the checks of `dspark.checkpoint`, keeps going after a problem, and reads each weight once to look for non-finite
+values. It needs no target; with one, it also says whether the two belong together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.checkpoint import check_files, check_finite, read_tensors
+from dspark.config import DrafterConfig
+from dspark.families import Container, Family, Findings, Layout, Resolved, recognise
+from dspark.families.container import DTYPES, StoredTensor, open_container
+from dspark.families.expected import TABLES, expected_shapes
+from dspark.families.names import NamedTensors
+from dspark.families.target import TargetFacts
+
+ROLES = (
+    ("embed_tokens.", "embedding"),
+    ("lm_head.", "head"),
+    ("fc.", "tap projection"),
+    ("hidden_norm.", "tap projection"),
+    ("norm.", "final norm"),
+    ("layers.", "layer"),
+    ("markov_head.", "Markov head"),
+    ("confidence_head.", "confidence head"),
+    ("d2t", "vocabulary table"),
+    ("t2d", "vocabulary table (training only)"),
+)
+SHAREABLE = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor of the checkpoint. `stored_as` is its name in the file where that differs."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    stored_as: str | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `inspect_checkpoint`.
+
+    Attributes:
+        path: as it was given.
+        family: packaging that was recognised, None if none was.
+        supported: whether that packaging can be loaded at all.
+        config: the canonical record, None where a problem stands in its way.
+        tensors: every tensor of the files, those that are not used included.
+        ownership: where embedding and head come from.
+        notes: choices that loading would make.
+        refusals: every problem for which loading would be refused; empty means that it would load.
+    """
+
+    path: str
+    family: str | None
+    supported: bool
+    config: DrafterConfig | None
+    tensors: tuple[TensorRow, ...]
+    ownership: Mapping[str, str]
+    notes: tuple[str, ...]
+    refusals: tuple[str, ...]
+
+    @property
+    def loadable(self) -> bool:
+        return not self.refusals
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights that are used; vocabulary tables do not count."""
+        unused = {"ignored", "not used"}
+        return sum(row.num_elements for row in self.tensors if row.name not in TABLES and row.role not in unused)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of every tensor in the files."""
+        return sum(row.num_bytes for row in self.tensors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        config = None if self.config is None else asdict(self.config)
+        if config is not None and self.config is not None:
+            config["max_draft_tokens"] = self.config.max_draft_tokens
+            del config["notes"]  # the same as the inspection's
+        return {
+            "path": self.path,
+            "family": self.family,
+            "supported": self.supported,
+            "loadable": self.loadable,
+            "config": config,
+            "num_parameters": self.num_parameters,
+            "num_bytes": self.num_bytes,
+            "ownership": dict(self.ownership),
+            "tensors": [asdict(row) for row in self.tensors],
+            "notes": list(self.notes),
+            "refusals": list(self.refusals),
+        }
+
+    def to_text(self) -> str:
+        """Aligned tables for people: verdict first, then record, tensors, notes and refusals."""
+        verdict = "would load" if self.loadable else f"would be refused, {len(self.refusals)} problem(s) below"
+        facts = {
+            "checkpoint": self.path,
+            "packaging": self.family or "not recognised",
+            "verdict": verdict,
+            "parameters": f"{self.num_parameters:,}",
+            "size": f"{self.num_bytes / 1e6:,.2f} MB in {len(self.tensors)} tensors",
+            **self.ownership,
+        }
+        parts = [_table(list(facts.items()))]
+        if self.config is not None:
+            parts.append("record\n" + _table(_record(self.config), indent=2))
+        if self.tensors:
+            rows = [(row.name, row.dtype, str(list(row.shape)), row.role) for row in self.tensors]
+            parts.append("tensors\n" + _table(rows, indent=2))
+        for title, lines in (("notes", self.notes), ("refusals", self.refusals)):
+            if lines:
+                parts.append("\n".join([title, *(f"  - {line}" for line in lines)]))
+        return "\n\n".join(parts) + "\n"
+
+
+def inspect_checkpoint(path: str | Path, target: TargetFacts | None = None, layout: Layout | None = None) -> Inspection:
+    """Examine a checkpoint without building it; problems are reported, never raised.
+
+    Args:
+        path: folder or Hub id.
+        target: the model it is to draft for, or None.
+        layout: override of the block layout, as for `load_drafter`.
+    """
+    findings = Findings()
+    container = findings.attempt(open_container, path)
+    if container is None:
+        return Inspection(str(path), None, False, None, (), {}, tuple(findings.notes), tuple(findings.problems))
+    family: Family | None = findings.attempt(recognise, container.raw, container.tensors)
+    resolved = check_files(container, target, layout, findings)
+    ownership: dict[str, str] = {}
+    if resolved is not None and resolved.tensors is not None:
+        _check_weights(resolved.tensors, findings)
+        ownership = _ownership(resolved.tensors, target)
+    return Inspection(
+        path=str(path),
+        family=None if family is None else family.name,
+        supported=family is not None and family.supported,
+        config=None if resolved is None else resolved.config,
+        tensors=_rows(container, resolved),
+        ownership=ownership,
+        notes=tuple(findings.notes),
+        refusals=tuple(findings.problems),
+    )
+
+
+def _check_weights(tensors: NamedTensors, findings: Findings) -> None:
+    weights = {name: source for name, source in tensors.sources.items() if name not in TABLES}
+    for name, tensor in read_tensors(weights, CPU):
+        if tensor.numel():
+            findings.attempt(check_finite, name, tensor)
+
+
+def _ownership(tensors: NamedTensors, target: TargetFacts | None) -> dict[str, str]:
+    """Where each shareable matrix comes from, and whether an own one is a copy of the target's."""
+    found = {}
+    for role, name in SHAREABLE.items():
+        if name not in tensors.sources:
+            found[role] = "the target's (the checkpoint has none)"
+            continue
+        found[role] = "own"
+        if target is not None:
+            theirs = target.input_embedding if role == "embedding" else target.output_head
+            (_, own), *_ = read_tensors({name: tensors.sources[name]}, CPU)
+            same = own.shape == theirs.shape and torch.equal(own, theirs.detach().to(CPU, own.dtype))
+            found[role] = "own, equal to the target's" if same else "own, different from the target's"
+    return found
+
+
+def _rows(container: Container, resolved: Resolved | None) -> tuple[TensorRow, ...]:
+    if resolved is None or resolved.tensors is None:
+        return tuple(_stored_row(tensor, "unknown") for tensor in container.tensors.values())
+    used = set(expected_shapes(resolved.config)) | TABLES if resolved.config is not None else None
+    rows = []
+    for name, source in resolved.tensors.sources.items():
+        role = next((role for prefix, role in ROLES if name.startswith(prefix)), "not used")
+        if used is not None and name not in used:
+            role = "not used"
+        stored_as = source.stored.name if source.stored.name != name else None
+        rows.append(TensorRow(name, source.shape, source.dtype, role, stored_as))
+    ignored = (container.tensors[name] for name in resolved.tensors.ignored)
+    return (*rows, *(_stored_row(tensor, "ignored") for tensor in ignored))
+
+
+def _stored_row(tensor: StoredTensor, role: str) -> TensorRow:
+    return TensorRow(tensor.name, tensor.shape, tensor.dtype, role)
+
+
+def _record(config: DrafterConfig) -> list[tuple[str, str]]:
+    values = {name: value for name, value in vars(config).items() if name != "notes"}
+    rope = config.rope
+    values["rope"] = f"{rope.rope_type}, theta {rope.theta:g}" + "".join(f", {k} {v}" for k, v in rope.scaling.items())
+    values["layers"] = "; ".join(
+        f"{'causal' if layer.causal else 'bidirectional'}, "
+        + ("full context" if layer.window is None else f"window {layer.window}")
+        for layer in config.layers
+    )
+    values["max_draft_tokens"] = config.max_draft_tokens
+    return [(name, str(value)) for name, value in values.items()]
+
+
+def _table(rows: Sequence[Sequence[str]], indent: int = 0) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(" " * indent + line.rstrip() for line in lines)
