@@ -1,10 +1,10 @@
 """Tiny random checkpoints on disk, in every supported packaging; the tensor lists are written out here, not taken
 from the code under test.
 
-    folder = write_deepspec(tmp_path)                                     # valid: 2 layers, vocabulary 64, block of
-    4, anchor-first folder = write_speculators(tmp_path)                                  # valid: vocabulary 96, 40
-    of them drafted, 1+N block of 5 folder = write_deepspec(tmp_path, {"markov_head_type": "gated"})      # changed
-    config, matching weights folder = write_deepspec(tmp_path, {"block_size": ABSENT})             # without a key
+    write_deepspec(tmp_path)                                    # valid: vocabulary 64, block of 4, anchor-first
+    write_speculators(tmp_path)                                 # valid: vocabulary 96, 40 drafted, 1+N block of 5
+    write_deepspec(tmp_path, {"markov_head_type": "gated"})     # changed config, matching weights
+    write_deepspec(tmp_path, {"block_size": ABSENT})            # without a key
 
 Changes use dotted keys for nested sections ("transformer_layer_config.head_dim").
 """
@@ -131,8 +131,9 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
     """float32 weights for a config of either packaging, with `d2t` and `t2d` if its draft vocabulary is reduced."""
     tlc = config.get("transformer_layer_config", config)
     h, d, r = tlc["hidden_size"], tlc["head_dim"], config.get("markov_rank") or 0
-    q, kv, inner, vocab = tlc["num_attention_heads"] * d, tlc["num_key_value_heads"] * d, tlc["intermediate_size"],
-    tlc["vocab_size"] draft = config.get("draft_vocab_size") or vocab
+    q, kv = tlc["num_attention_heads"] * d, tlc["num_key_value_heads"] * d
+    inner, vocab = tlc["intermediate_size"], tlc["vocab_size"]
+    draft = config.get("draft_vocab_size") or vocab
     taps = len(config.get("target_layer_ids") or config.get("aux_hidden_state_layer_ids"))
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (vocab, h),
