@@ -1,20 +1,22 @@
 """The block-diffusion backbone: context key/value injection and one bidirectional pass over a draft block.
 
-    ctx      = hidden_norm(fc(concat(taps)))                          once per committed target token, shared by all layers
-    context  K_ctx = rope(k_norm(k_proj(ctx))), V_ctx = v_proj(ctx)   kept in the draft cache, positions 0..s-1
-    block    x = embed([anchor, mask, mask, ...]) at positions s, s+1, ...; per layer attention over [K_ctx ; K_block], MLP
-    hidden   = norm(x)
+    ctx      = hidden_norm(fc(concat(taps)))                          once per committed target token, shared by all
+    layers context  K_ctx = rope(k_norm(k_proj(ctx))), V_ctx = v_proj(ctx)   kept in the draft cache, positions 0..s-1
+    block    x = embed([anchor, mask, mask, ...]) at positions s, s+1, ...; per layer attention over [K_ctx ;
+    K_block], MLP hidden   = norm(x)
 
-The block's own keys and values come from mask embeddings and are dropped after the pass. Context rows skip the layers' `input_layernorm`.
+The block's own keys and values come from mask embeddings and are dropped after the pass. Context rows skip the
+layers' `input_layernorm`.
 Source: checkpoints.md sections 4 to 6; module and tensor names are those of DeepSpec's Qwen3 drafter (section 11.1).
 """
 
 from functools import cache as memoize
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.cache import RaggedKV
@@ -38,13 +40,14 @@ def inverse_frequencies(config: DrafterConfig) -> tuple[torch.Tensor, float]:
     """Rotary frequencies and the factor on cos and sin (other than 1 for YaRN).
 
     Returns:
-        [head_dim / 2] float64 radians per position; and the attention factor. Scaled types come from transformers, which computes them in float32.
+        [head_dim / 2] float64 radians per position; and the attention factor. Scaled types come from transformers,
+        which computes them in float32.
     """
     rope = config.rope
     if rope.rope_type == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         return rope.theta**-exponents, 1.0
-    described = PreTrainedConfig(
+    described = Qwen3Config(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         head_dim=config.head_dim,
@@ -55,10 +58,13 @@ def inverse_frequencies(config: DrafterConfig) -> tuple[torch.Tensor, float]:
     return frequencies.double(), float(attention_factor)
 
 
-def rotary_tables(config: DrafterConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(
+    config: DrafterConfig, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin for absolute `positions` [B, T]: two [B, T, 1, head_dim / 2] tensors of `dtype`.
 
-    Angles are formed in float64: at position 30,000 float32 would already be wrong in the third decimal of the fastest frequency.
+    Angles are formed in float64: at position 30,000 float32 would already be wrong in the third decimal of the
+        fastest frequency.
     """
     frequencies, factor = inverse_frequencies(config)
     angles = positions[..., None, None].double() * frequencies.to(positions.device)
@@ -90,16 +96,21 @@ class DrafterAttention(nn.Module):
         return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
 
     def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, R, hidden] -> keys (normed and rotated) and values, [B, R, kv heads, head_dim] each. The same for context and block rows."""
+        """[B, R, hidden] -> keys (normed and rotated) and values, [B, R, kv heads, head_dim] each. The same for
+        context and block rows.
+        """
         keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
-    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
         """Softmax attention and output projection.
 
         Args:
             queries: [B, R, heads, head_dim].
-            keys, values: [B, S, kv heads, head_dim].
+            keys: [B, S, kv heads, head_dim].
+            values: [B, S, kv heads, head_dim].
             mask: [B, 1, R, S] bool, True = visible.
 
         Returns:
@@ -151,6 +162,11 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @property
+    def draft_layers(self) -> list[DrafterLayer]:
+        """`layers`, typed."""
+        return cast(list[DrafterLayer], list(self.layers))
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
@@ -163,7 +179,8 @@ class Backbone(nn.Module):
         return self.hidden_norm(self.fc(taps.to(self.dtype)))
 
     def write_context(self, cache: RaggedKV, taps: torch.Tensor, row_mask: torch.Tensor) -> None:
-        """Store context keys and values of newly committed tokens behind the cached ones (the caller advances the cache).
+        """Store context keys and values of newly committed tokens behind the cached ones (the caller advances the
+        cache).
 
         Args:
             cache: context of B requests.
@@ -173,7 +190,7 @@ class Backbone(nn.Module):
         features = self.context_features(taps)
         positions = cache.lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
         cos, sin = rotary_tables(self.config, positions, self.dtype)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.draft_layers):
             keys, values = layer.self_attn.keys_values(features, cos, sin)
             cache.write(index, keys, values, row_mask)
 
@@ -182,7 +199,8 @@ class Backbone(nn.Module):
 
         Args:
             cache: context of B requests; not changed.
-            embedded: [B, rows, hidden], embeddings of [anchor, mask, ...]; row k of request b stands at position `cache.lengths[b] + k`.
+            embedded: [B, rows, hidden], embeddings of [anchor, mask, ...]; row k of request b stands at position
+                `cache.lengths[b] + k`.
 
         Returns:
             [B, rows, hidden] after the final norm.
@@ -191,7 +209,7 @@ class Backbone(nn.Module):
         positions = cache.lengths[:, None] + torch.arange(num_rows, device=embedded.device)
         cos, sin = rotary_tables(self.config, positions, self.dtype)
         x = embedded
-        for index, (layer, settings) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+        for index, (layer, settings) in enumerate(zip(self.draft_layers, self.config.layers, strict=True)):
             normed = layer.input_layernorm(x)
             keys, values = layer.self_attn.keys_values(normed, cos, sin)
             if cache.max_length:
@@ -211,7 +229,8 @@ def block_mask(lengths: torch.Tensor, num_slots: int, num_rows: int, settings: L
         lengths: [B] int64, committed context of each request.
         num_slots: context slots in the key tensor.
         num_rows: rows of the block.
-        settings: window and causality of the layer. The window is anchored at the block: every row sees context positions >= length - window.
+        settings: window and causality of the layer. The window is anchored at the block: every row sees context
+            positions >= length - window.
 
     Returns:
         [B, 1, num_rows, num_slots + num_rows] bool, True = visible.

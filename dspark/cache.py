@@ -1,8 +1,9 @@
 """Key/value storage for a batch whose requests have different lengths.
 
-Slot j of a request holds absolute position j, so a request's rows are the same whatever the batch around it looks like, and undoing rejected
-tokens means lowering `lengths`: rows past a request's length are never visible and are overwritten by the next write. The target's
-cache and the drafter's context cache are both a `RaggedKV`.
+Slot j of a request holds absolute position j, so a request's rows are the same whatever the batch around it looks
+like, and undoing rejected
+tokens means lowering `lengths`: rows past a request's length are never visible and are overwritten by the next write.
+The target's cache and the drafter's context cache are both a `RaggedKV`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ _GROWTH_ROWS = 256  # capacity grows in steps, so that a long generation does no
 class RaggedKV:
     """Keys and values of `num_layers` layers for B requests.
 
-    `keys[l]`, `values[l]`: [B, capacity, heads, head_dim], zero where nothing was written. `lengths`: [B] int64, committed rows of each request.
+    `keys[l]`, `values[l]`: [B, capacity, heads, head_dim], zero where nothing was written. `lengths`: [B] int64,
+    committed rows of each request.
     """
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device | str) -> None:
@@ -35,7 +37,8 @@ class RaggedKV:
             layer: index of the layer.
             keys: [B, T, heads, head_dim]; row t of request b goes to slot `lengths[b] + t`.
             values: the same shape except for the head dim.
-            row_mask: [B, T] bool, True = store. Rows left out are not written at all, so a rejected row can't be read back by mistake.
+            row_mask: [B, T] bool, True = store. Rows left out are not written at all, so a rejected row can't be read
+                back by mistake.
         """
         num_rows = keys.shape[1]
         self.keys[layer] = _with_capacity(self.keys[layer], keys, self.max_length + num_rows)
@@ -50,7 +53,8 @@ class RaggedKV:
     def read(self, layer: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of slots 0..num_slots-1 as [B, heads, num_slots, head_dim] views."""
         keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None and values is not None, f"layer {layer} was read before anything was written"
+        assert keys is not None, f"layer {layer} was read before anything was written"
+        assert values is not None, f"layer {layer} was read before anything was written"
         return keys[:, :num_slots].transpose(1, 2), values[:, :num_slots].transpose(1, 2)
 
     def advance(self, num_rows: Sequence[int]) -> None:
@@ -75,7 +79,9 @@ class RaggedKV:
 
 
 def _with_capacity(store: torch.Tensor | None, rows: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """`store` [B, capacity, ...] with room for `num_slots`; zeros, because a masked NaN would still poison attention's sum."""
+    """`store` [B, capacity, ...] with room for `num_slots`; zeros, because a masked NaN would still poison
+    attention's sum.
+    """
     if store is not None and store.shape[1] >= num_slots:
         return store
     capacity = -(-num_slots // _GROWTH_ROWS) * _GROWTH_ROWS

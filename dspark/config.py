@@ -1,7 +1,8 @@
 """The canonical record of a DSpark drafter: what every checkpoint packaging resolves to.
 
-Packagings spell the same facts differently (layer taps off by one, block layout implied or stated, dimensions nested or not). `dspark.families`
-reads those spellings once; everything after loading reads a `DrafterConfig` and never raw JSON.
+Packagings spell the same facts differently (layer taps off by one, block layout implied or stated, dimensions nested
+or not). `dspark.families` reads those spellings once; everything after loading reads a `DrafterConfig` and never raw
+JSON.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ ConfidenceKind = Literal["none", "hidden", "hidden+markov"]
 class RopeConfig:
     """Rotary embedding of the drafter, neox halves over the whole head.
 
-    `rope_type` is a name of transformers' `ROPE_INIT_FUNCTIONS` or "default"; `scaling` holds that type's own parameters.
+    `rope_type` is a name of transformers' `ROPE_INIT_FUNCTIONS` or "default"; `scaling` holds that type's own
+    parameters.
     """
 
     theta: float
@@ -27,9 +29,9 @@ class RopeConfig:
 class LayerConfig:
     """Attention of one drafter layer.
 
-    `window`: None, or the number of context positions before the anchor that the block sees; all rows of the block share that
-    range, as in the trainer (checkpoints.md section 6 names this "block anchored"). `causal`: row k sees rows 0..k of its block only; otherwise
-    every row sees every row.
+    `window`: None, or the number of context positions before the anchor that the block sees; all rows of the block
+    share that range, as in the trainer (checkpoints.md section 6 names this "block anchored"). `causal`: row k sees
+    rows 0..k of its block only; otherwise every row sees every row.
     """
 
     window: int | None = None
@@ -40,11 +42,12 @@ class LayerConfig:
 class DrafterConfig:
     """One drafter, fully resolved.
 
-    `tap_ids` index Hugging Face `hidden_states`: 0 is the embedding output, k the raw output of decoder layer k-1 (also for the last layer,
-    where Hugging Face itself would return the normed state). `vocab_size` counts input embedding and `markov_w1` rows, `draft_vocab_size` the rows of the
-    output head. `block_size` is the number of rows the drafter was trained with. With `anchor_first` row 0 predicts the token
-    after the anchor; otherwise row 0 only re-states the anchor ("1+N") and row 1 predicts. `notes` are the choices that loading made where the
-    checkpoint left something open.
+    `tap_ids` index Hugging Face `hidden_states`: 0 is the embedding output, k the raw output of decoder layer k-1
+    (also for the last layer, where Hugging Face itself would return the normed state). `vocab_size` counts input
+    embedding and `markov_w1` rows, `draft_vocab_size` the rows of the output head. `block_size` is the number of rows
+    the drafter was trained with. With `anchor_first` row 0 predicts the token after the anchor; otherwise row 0 only
+    re-states the anchor ("1+N") and row 1 predicts. `notes` are the choices that loading made where the checkpoint
+    left something open.
     """
 
     family: str

@@ -9,7 +9,8 @@ One round, with s committed tokens and the anchor (last emitted token) at positi
     for i in 0..K-1:                                      row = first_draft_row + i
         logits_i = base[row] + bias(prev, hidden[row]);   q_i = distribution(logits_i);   prev = draft_i ~ q_i
 
-Draft i is the token at position s + 1 + i in both block layouts. No sampling logic of its own: distributions, noise and proposals are `dspark.sampling`.
+Draft i is the token at position s + 1 + i in both block layouts. No sampling logic of its own: distributions, noise
+and proposals are `dspark.sampling`.
 Source: checkpoints.md sections 5 to 8.
 """
 
@@ -31,7 +32,8 @@ from dspark.sampling import Drafting, Proposal, SamplingTensors, Streams, draft_
 class Draft:
     """What one round proposes.
 
-    `proposal` holds the draft tokens [B, K] (target ids) and q, the very distributions they were drawn from. `confidence_logits` is [B, K] or None.
+    `proposal` holds the draft tokens [B, K] (target ids) and q, the very distributions they were drawn from.
+    `confidence_logits` is [B, K] or None.
     """
 
     proposal: Proposal
@@ -131,7 +133,8 @@ class Drafter(Backbone):
             hidden: [B, block_size, hidden] of `block_hidden`.
             anchors: [B] target ids.
             num_draft_tokens: K, at most `config.max_draft_tokens`.
-            pick: called with i and the corrected logits [B, draft vocabulary] of draft i in at least float32; returns its token [B] as target ids.
+            pick: called with i and the corrected logits [B, draft vocabulary] of draft i in at least float32; returns
+                its token [B] as target ids.
 
         Returns:
             Confidence logits [B, K], or None without a confidence head.
@@ -213,14 +216,16 @@ def check_num_draft_tokens(config: DrafterConfig, num_draft_tokens: int) -> None
     if not 1 <= num_draft_tokens <= config.max_draft_tokens:
         layout = "anchor-first" if config.anchor_first else "1+N"
         raise ValueError(
-            f"num_draft_tokens={num_draft_tokens} is outside 1..{config.max_draft_tokens}: the drafter was trained with block_size={config.block_size} "
-            f"in the {layout} layout; rows beyond it were never trained and would collapse the acceptance of every position"
+            f"num_draft_tokens={num_draft_tokens} is outside 1..{config.max_draft_tokens}: the drafter was trained "
+            f"with block_size={config.block_size} in the {layout} layout; rows beyond it were never trained and would "
+            "collapse the acceptance of every position"
         )
 
 
 def _present(weight: torch.Tensor | None, name: str) -> torch.Tensor:
     if weight is None:
         raise ValueError(
-            f"this drafter has no {name} of its own and needs the target's: load it with load_drafter(..., target=target)"
+            f"this drafter has no {name} of its own and needs the target's: "
+            "load it with load_drafter(..., target=target)"
         )
     return weight

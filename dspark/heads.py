@@ -1,12 +1,14 @@
 """Markov heads and the confidence head.
 
-A block is drafted in one pass, so its rows do not know each other's tokens. The Markov head repairs that: the logits of row k get a low-rank bias
-computed from the token sampled just before it. The three kinds differ only in the features that W2 projects:
+A block is drafted in one pass, so its rows do not know each other's tokens. The Markov head repairs that: the logits
+of row k get a low-rank bias computed from the token sampled just before it. The three kinds differ only in the
+features that W2 projects:
 
     e = W1[prev]                                     prev is a target-vocabulary id
     vanilla   features = e
     gated     features = sigmoid(gate_proj([h ; e])) * e
-    rnn       gate, candidate, out = joint_proj([state ; e ; h]) in thirds; state = sg * state + (1 - sg) * tanh(candidate), sg = sigmoid(gate);
+    rnn       gate, candidate, out = joint_proj([state ; e ; h]) in thirds; state = sg * state + (1 - sg) *
+    tanh(candidate), sg = sigmoid(gate);
               features = tanh(out); the state starts at zero in each block
     logits    = base + W2 features
 
@@ -86,7 +88,9 @@ MARKOV_HEADS: dict[str, type[MarkovHead]] = {
 
 
 class ConfidenceHead(nn.Module):
-    """Logit that a draft token is accepted, given that all before it were; from the row's hidden state and, if trained so, `W1[prev]`."""
+    """Logit that a draft token is accepted, given that all before it were; from the row's hidden state and, if
+    trained so, `W1[prev]`.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

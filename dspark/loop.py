@@ -7,7 +7,8 @@
         verified  = rejection_sample(q, p)                    exactly the target's distribution
         target.commit, drafter.extend                         accepted rows only
 
-Without a drafter the same loop verifies the anchor alone: plain decoding through the same class, with the same random numbers per position.
+Without a drafter the same loop verifies the anchor alone: plain decoding through the same class, with the same random
+    numbers per position.
 """
 
 from collections import deque
@@ -38,7 +39,7 @@ OnFinish = Callable[[int, Generation], None]
 
 
 @torch.inference_mode()
-def generate(
+def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a default)
     target: Target,
     drafter: Drafter | None,
     prompts: Sequence[str | Sequence[int]],
@@ -60,20 +61,25 @@ def generate(
         params: one for all prompts, or one per prompt.
         num_draft_tokens: K; default the drafter's trained maximum. Near a limit a request is offered fewer.
         drafting: "probabilistic" draws drafts from q, "greedy" takes their argmax with a one-hot q. Both are lossless.
-        draft_truncation: whether q is cut by top_k, top_p and min_p as the target is. Lossless either way; uncut drafts are rejected more.
+        draft_truncation: whether q is cut by top_k, top_p and min_p as the target is. Lossless either way; uncut
+            drafts are rejected more.
         max_batch_size: requests run together; others wait and join as places become free.
-        on_tokens: called with (prompt index, new token ids, step) whenever tokens are committed; step is None for the prefill token.
+        on_tokens: called with (prompt index, new token ids, step) whenever tokens are committed; step is None for the
+            prefill token.
         on_finish: called with (prompt index, generation) when a request ends.
 
     Returns:
         One `Generation` per prompt, in the order of the prompts.
 
     Raises:
-        ValueError: a prompt is empty, out of vocabulary or too long; K is outside the trained range; drafter and target do not fit.
+        ValueError: a prompt is empty, out of vocabulary or too long; K is outside the trained range; drafter and
+            target do not fit.
     """
     all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(all_params) != len(prompts):
-        raise ValueError(f"{len(all_params)} sampling params for {len(prompts)} prompts: give one for all, or one per prompt")
+        raise ValueError(
+            f"{len(all_params)} sampling params for {len(prompts)} prompts: give one for all, or one per prompt"
+        )
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
     if drafter is not None:
@@ -101,13 +107,13 @@ def check_pair(target: Target, drafter: Drafter) -> None:
     """Refuse a drafter that was resolved for another target (ValueError)."""
     if drafter.target_vocab_size != target.vocab_size:
         raise ValueError(
-            f"the drafter was loaded for a vocabulary of {drafter.target_vocab_size}, the target has {target.vocab_size}: "
-            "draft ids would mean other tokens. Load it with load_drafter(..., target=target)"
+            f"the drafter was loaded for a vocabulary of {drafter.target_vocab_size}, the target has "
+            f"{target.vocab_size}: draft ids would mean other tokens. Load it with load_drafter(..., target=target)"
         )
     if drafter.config.target_hidden_size != target.hidden_size:
         raise ValueError(
-            f"the drafter reads target states of width {drafter.config.target_hidden_size}, this target's are {target.hidden_size} wide: "
-            "it was trained for another target"
+            f"the drafter reads target states of width {drafter.config.target_hidden_size}, this target's are "
+            f"{target.hidden_size} wide: it was trained for another target"
         )
     if drafter.device != target.device:
         raise ValueError(f"the drafter is on {drafter.device}, the target on {target.device}: load both on one device")
@@ -128,7 +134,9 @@ class _Request:
         return self.max_new_tokens - len(self.generation.token_ids)
 
     def commit(self, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
-        """Append emitted tokens up to the first stop or the length limit, whichever comes first; a stop at the limit counts as a stop."""
+        """Append emitted tokens up to the first stop or the length limit, whichever comes first; a stop at the limit
+        counts as a stop.
+        """
         emitted = emitted[: self.remaining]
         stop = next((i for i, token in enumerate(emitted) if token in self.stop_ids), None)
         committed = emitted if stop is None else emitted[: stop + 1]
@@ -152,6 +160,10 @@ class _Batch:
         self.target, self.drafter = target, drafter
         self.num_draft_tokens, self.drafting, self.draft_truncation = num_draft_tokens, drafting, draft_truncation
         self.requests: list[_Request] = []
+        self.cache: RaggedKV
+        self.draft_cache: RaggedKV | None
+        self.streams: Streams
+        self.sampling: SamplingTensors
 
     def admit(self, joining: list[_Request]) -> list[_Event]:
         """Prefill new requests, sample their first token, and put them behind the running ones."""
@@ -207,7 +219,9 @@ class _Batch:
         return events
 
     def _offered(self, request: _Request) -> int:
-        """Drafts worth verifying: no more than the request can still take beside the token that verification adds, none past the drafter's positions."""
+        """Drafts worth verifying: no more than the request can still take beside the token that verification adds,
+        none past the drafter's positions.
+        """
         if self.drafter is None:
             return 0
         position = len(request.generation.prompt_ids) + len(request.generation.token_ids) - 1
@@ -222,7 +236,8 @@ class _Batch:
         return self.drafter.propose(self.draft_cache, anchors, sampling, self.streams, num_draft_tokens, self.drafting)
 
     def _record(self, offered: list[int], draft: Draft | None, verified: Verification) -> list[_Event]:
-        tokens, accepted, accept_probs = verified.tokens.tolist(), verified.num_accepted.tolist(), verified.accept_probs.tolist()
+        tokens, accepted = verified.tokens.tolist(), verified.num_accepted.tolist()
+        accept_probs = verified.accept_probs.tolist()
         has_confidence = draft is not None and draft.confidence_logits is not None
         confidence = draft.confidence_logits.sigmoid().tolist() if has_confidence else None  # type: ignore[union-attr]
         events: list[_Event] = []
@@ -264,11 +279,16 @@ def _open(index: int, target: Target, prompt: str | Sequence[int], params: Sampl
         raise ValueError(f"prompt {index} is empty: there is nothing to condition on; give at least one token")
     outside = [token for token in prompt_ids if not 0 <= token < target.vocab_size]
     if outside:
-        raise ValueError(f"prompt {index} holds token id {outside[0]}, outside the target's vocabulary of {target.vocab_size}")
+        raise ValueError(
+            f"prompt {index} holds token id {outside[0]}, outside the target's vocabulary of {target.vocab_size}"
+        )
     room = target.max_positions - len(prompt_ids)
     if room < 1:
         raise ValueError(
-            f"prompt {index} has {len(prompt_ids)} tokens, the target reaches {target.max_positions} positions: nothing could be generated; shorten it"
+            f"prompt {index} has {len(prompt_ids)} tokens, the target reaches {target.max_positions} positions: "
+            "nothing could be generated; shorten it"
         )
-    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(target.stop_token_ids))
+    stop_ids = frozenset(params.stop_token_ids) | (
+        frozenset() if params.ignore_eos else frozenset(target.stop_token_ids)
+    )
     return _Request(index, params, stop_ids, min(params.max_new_tokens, room), Generation(prompt_ids))

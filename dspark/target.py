@@ -1,10 +1,13 @@
 """The target model: one ragged batch of requests verified in one forward pass.
 
-`Target` is what the generation loop needs of a model; `HFTarget` provides it for any Hugging Face causal LM whose layers are all full attention. Rows of a
-batch may have different lengths: each request's keys and values stand at their absolute positions in a `RaggedKV`, and a mask says what each row sees.
-`verify` writes rows behind the committed ones; only `commit` moves the committed length, so a rejected draft is undone by not committing it.
+`Target` is what the generation loop needs of a model; `HFTarget` provides it for any Hugging Face causal LM whose
+layers are all full attention. Rows of a
+batch may have different lengths: each request's keys and values stand at their absolute positions in a `RaggedKV`,
+    and a mask says what each row sees. `verify` writes rows behind the committed ones; only `commit` moves the
+    committed length, so a rejected draft is undone by not committing it.
 
-Taps are read by hooks on the decoder layers and index Hugging Face `hidden_states`: 0 = what the first layer receives, k = raw output of layer k-1.
+Taps are read by hooks on the decoder layers and index Hugging Face `hidden_states`: 0 = what the first layer
+receives, k = raw output of layer k-1.
 Source: checkpoints.md section 3.
 """
 
@@ -23,7 +26,9 @@ from dspark.cache import RaggedKV
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """Result of a forward pass: `logits` [B, T, V] (or [B, V] from prefill) and `taps` [B, T, num_taps * hidden] (empty last axis if nothing is tapped)."""
+    """Result of a forward pass: `logits` [B, T, V] (or [B, V] from prefill) and `taps` [B, T, num_taps * hidden]
+    (empty last axis if nothing is tapped).
+    """
 
     logits: torch.Tensor
     taps: torch.Tensor
@@ -57,14 +62,16 @@ class Target(Protocol):
 class HFTarget:
     """A Hugging Face causal LM as a target.
 
-    `input_embedding` and `output_head` are the raw matrices [V, hidden] that a drafter may share (for a tied model the same tensor).
+    `input_embedding` and `output_head` are the raw matrices [V, hidden] that a drafter may share (for a tied model
+    the same tensor).
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Wrap a loaded model.
 
         Raises:
-            ValueError: the model has layers whose state this class cannot undo (recurrent, sliding-window), or no decoder layers can be found.
+            ValueError: the model has layers whose state this class cannot undo (recurrent, sliding-window), or no
+                decoder layers can be found.
         """
         self.model = model.eval()
         self.tokenizer = tokenizer
@@ -87,9 +94,12 @@ class HFTarget:
     def from_pretrained(
         cls, path: str, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", **options: Any
     ) -> "HFTarget":
-        """Load a model and its tokenizer from a folder or the Hub; `options` go to `AutoModelForCausalLM.from_pretrained`."""
+        """Load a model and its tokenizer from a folder or the Hub; `options` go to
+        `AutoModelForCausalLM.from_pretrained`.
+        """
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", **options)
-        return cls(model.to(device), AutoTokenizer.from_pretrained(path))
+        model.to(device)  # type: ignore[arg-type]
+        return cls(model, AutoTokenizer.from_pretrained(path))
 
     @property
     def device(self) -> torch.device:
@@ -111,11 +121,16 @@ class HFTarget:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a generation: those of the generation config, else the model config, and the tokenizer's."""
+        """Token ids that end a generation: those of the generation config, else the model config, and the
+        tokenizer's.
+        """
         found: list[int] = []
         tokenizer_eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         generation = getattr(self.model.generation_config, "eos_token_id", None)
-        for value in (generation if generation is not None else getattr(self.config, "eos_token_id", None), tokenizer_eos):
+        for value in (
+            generation if generation is not None else getattr(self.config, "eos_token_id", None),
+            tokenizer_eos,
+        ):
             found += [] if value is None else [value] if isinstance(value, int) else list(value)
         return tuple(dict.fromkeys(found))
 
@@ -125,11 +140,13 @@ class HFTarget:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
-        return self._need_tokenizer().decode(list(token_ids), skip_special_tokens=True)
+        return str(self._need_tokenizer().decode(list(token_ids), skip_special_tokens=True))
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise ValueError("this target has no tokenizer: pass HFTarget(model, tokenizer), or give prompts as token ids")
+            raise ValueError(
+                "this target has no tokenizer: pass HFTarget(model, tokenizer), or give prompts as token ids"
+            )
         return self.tokenizer
 
     def tap(self, tap_ids: Sequence[int]) -> None:
@@ -141,8 +158,8 @@ class HFTarget:
         for tap_id in tap_ids:
             if not 0 <= tap_id <= self.num_layers:
                 raise ValueError(
-                    f"tap {tap_id} is outside 0..{self.num_layers}: the target has {self.num_layers} layers (0 is the embedding output); "
-                    "the drafter was trained for another target"
+                    f"tap {tap_id} is outside 0..{self.num_layers}: the target has {self.num_layers} layers "
+                    "(0 is the embedding output); the drafter was trained for another target"
                 )
         for hook in self._hooks:
             hook.remove()
@@ -175,13 +192,15 @@ class HFTarget:
             prompts: B non-empty lists of token ids, of any lengths.
 
         Returns:
-            logits [B, V] after each prompt's last token; taps [B, longest prompt, ...], rows past a prompt's length are padding.
+            logits [B, V] after each prompt's last token; taps [B, longest prompt, ...], rows past a prompt's length
+            are padding.
         """
         lengths = [len(prompt) for prompt in prompts]
         tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(list(prompt))
-        last = sorted({length - 1 for length in lengths})  # logits only where some prompt ends: a full [B, T, V] would not fit
+        # Logits only where some prompt ends: a full [B, T, V] would not fit.
+        last = sorted({length - 1 for length in lengths})
         output = self._forward(cache, tokens.to(self.device), torch.tensor(last, device=self.device))
         column = torch.tensor([last.index(length - 1) for length in lengths], device=self.device)
         self.commit(cache, lengths)
@@ -193,7 +212,8 @@ class HFTarget:
 
         Args:
             cache: cache of B requests; rows are written behind the committed ones.
-            tokens: [B, T] int64; row t of request b stands at position `lengths[b] + t`. Padding after a request's last draft may be any valid id.
+            tokens: [B, T] int64; row t of request b stands at position `lengths[b] + t`. Padding after a request's
+                last draft may be any valid id.
 
         Returns:
             logits [B, T, V] and taps [B, T, ...].
@@ -209,7 +229,8 @@ class HFTarget:
         num_slots = cache.max_length + num_rows
         positions = cache.lengths[:, None] + torch.arange(num_rows, device=tokens.device)
         mask = torch.arange(num_slots, device=tokens.device) <= positions[:, None, :, None]
-        positions = positions.clamp_max(self.max_positions - 1)  # only padding rows can lie beyond; a learned table has no row for them
+        # Only padding rows can lie beyond the last position; a learned position table has no row for them.
+        positions = positions.clamp_max(self.max_positions - 1)
         self._captured.clear()
         output = self.model(
             input_ids=tokens,
@@ -221,7 +242,9 @@ class HFTarget:
         )
         taps = [self._captured[tap_id] for tap_id in self._tap_ids]
         self._captured.clear()
-        return TargetOutput(output.logits, torch.cat(taps, dim=-1) if taps else output.logits.new_zeros(*tokens.shape, 0))
+        return TargetOutput(
+            output.logits, torch.cat(taps, dim=-1) if taps else output.logits.new_zeros(*tokens.shape, 0)
+        )
 
 
 class _AttendedLayer(CacheLayerMixin):
@@ -283,10 +306,15 @@ def refuse_unsupported_layers(config: Any) -> None:
         window = getattr(config, "sliding_window", None)
         if window is not None and getattr(config, "use_sliding_window", True):
             unsupported = [f"sliding_attention (sliding_window={window})"]
-        recurrent = [name for name in ("ssm_cfg", "mamba_d_state", "linear_attn_config", "linear_key_head_dim") if getattr(config, name, None)]
+        recurrent = [
+            name
+            for name in ("ssm_cfg", "mamba_d_state", "linear_attn_config", "linear_key_head_dim")
+            if getattr(config, name, None)
+        ]
         unsupported += [f"recurrent layers ({name})" for name in recurrent]
     if unsupported:
         raise ValueError(
-            f"target {config.model_type!r} has layers of type {', '.join(unsupported)}; only full attention is supported: "
-            "a rejected draft could not be undone in their state, and the output would drift from the target's. Choose a full-attention target"
+            f"target {config.model_type!r} has layers of type {', '.join(unsupported)}; only full attention is "
+            "supported: a rejected draft could not be undone in their state, and the output would drift from the "
+            "target's. Choose a full-attention target"
         )

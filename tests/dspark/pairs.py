@@ -83,7 +83,8 @@ def tiny_drafter(config: DrafterConfig, target: HFTarget, seed=1, dtype=torch.fl
 
 
 def counting_pair(vocab_size=32, wrong_after=(), dtype=torch.float64, **changes) -> tuple[HFTarget, Drafter]:
-    """A target that always continues t with t + 1 (modulo the vocabulary), and a drafter that does the same by its Markov head.
+    """A target that always continues t with t + 1 (modulo the vocabulary), and a drafter that does the same by its
+    Markov head.
 
     After a token in `wrong_after` the drafter proposes t + 2 instead, so every accepted length is known beforehand.
     """

@@ -1,4 +1,6 @@
-"""The whole loop with the real classes: the output is the target's, step by step bookkeeping is right, and a request is alone in its batch."""
+"""The whole loop with the real classes: the output is the target's, step by step bookkeeping is right, and a request
+is alone in its batch.
+"""
 
 import pytest
 import torch
@@ -68,7 +70,7 @@ def test_accepted_lengths_follow_where_the_drafter_is_wrong():
     target, drafter = counting_pair(wrong_after=(7, 12), block_size=8)
     (result,) = generate(target, drafter, [[2]], SamplingParams(temperature=0, max_new_tokens=20))
     assert result.token_ids == list(range(3, 23))
-    # anchor 3: drafts 4 5 6 7 | wrong after 7, and 8 recovered; anchor 8: 9..12 | 13 recovered; then 8 drafts fit but 9 tokens remain
+    # anchor 3: drafts 4 5 6 7, wrong after 7, 8 recovered; anchor 8: drafts 9..12, 13 recovered; then all eight drafts
     assert [(s.position, s.num_accepted, s.num_committed) for s in result.steps] == [(1, 4, 5), (6, 4, 5), (11, 8, 9)]
     assert result.finish_reason == "length"
 

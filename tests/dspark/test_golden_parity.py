@@ -1,6 +1,8 @@
-"""The drafter against outputs of the trainers' own code: several rounds with partial acceptance, every head kind, both packagings and layouts.
+"""The drafter against outputs of the trainers' own code: several rounds with partial acceptance, every head kind,
+both packagings and layouts.
 
-`tests/golden/<case>` holds tiny random checkpoints with inputs and float64 outputs recorded from DeepSpec and speculators (tests/golden/README.md).
+`tests/golden/<case>` holds tiny random checkpoints with inputs and float64 outputs recorded from DeepSpec and
+speculators (tests/golden/README.md).
 """
 
 from pathlib import Path
@@ -21,7 +23,7 @@ CASES = [
     pytest.param("B1", id="speculators-1pN-reduced-vocabulary-sliding"),
     pytest.param("B2", id="speculators-anchor-first"),
 ]
-# float64: both sides round once per operation, logits reach 13. float32: the trainers' own float32 runs differ by up to 1e-5.
+# float64: both sides round each operation, and logits reach 13. float32: the trainers' own runs differ by up to 1e-5.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
 
 

@@ -1,8 +1,9 @@
 """The whole loop draws from the target's distribution: joint law of the first four tokens, against exact enumeration.
 
-Each case generates 3,000 seeded requests in batches of 750, half of them for each of two prompts of different length, and compares the counts of all four-token
-continuations with the target's own probabilities by a chi-square test. False-alarm rate: 1e-4 a test at most, fixed by the seeds; the smallest
-bias that 1,500 samples show is a total variation near 0.05, which every wrong rule in `test_the_test_sees_a_biased_loop` exceeds.
+Each case generates 3,000 seeded requests in batches of 750, half of them for each of two prompts of different length,
+and compares the counts of all four-token continuations with the target's own probabilities by a chi-square test.
+False-alarm rate: 1e-4 a test at most, fixed by the seeds; the smallest bias that 1,500 samples show is a total
+variation near 0.05, which every wrong rule in `test_the_test_sees_a_biased_loop` exceeds.
 """
 
 import itertools
@@ -49,7 +50,7 @@ def counted(target, drafter, params, **options) -> list[np.ndarray]:
         counts[i % 2][index] += 1
     if drafter is not None:
         accepted = [step.num_accepted for g in result for step in g.steps if step.num_offered]
-        assert 0 < np.mean(accepted), "nothing was accepted: the test would only see recovered tokens"
+        assert np.mean(accepted) > 0, "nothing was accepted: the test would only see recovered tokens"
     return counts
 
 
