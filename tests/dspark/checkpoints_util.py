@@ -11,13 +11,15 @@ Changes use dotted keys for nested sections ("transformer_layer_config.head_dim"
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from dspark.families.container import Container, StoredTensor
 
 ABSENT = object()
 
@@ -127,8 +129,8 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """float32 weights for a config of either packaging, with `d2t` and `t2d` if its draft vocabulary is reduced."""
+def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight that a config of either packaging implies."""
     tlc = config.get("transformer_layer_config", config)
     h, d, r = tlc["hidden_size"], tlc["head_dim"], config.get("markov_rank") or 0
     q, kv = tlc["num_attention_heads"] * d, tlc["num_key_value_heads"] * d
@@ -170,13 +172,19 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.
     if config.get("enable_confidence_head"):
         width = h + r if config.get("confidence_head_with_markov") else h
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """float32 weights for a config of either packaging, with `d2t` and `t2d` if its draft vocabulary is reduced."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in shapes.items():
+    for name, shape in weight_shapes(config).items():
         if "norm" in name:
             weights[name] = torch.rand(shape, generator=generator) + 0.5
         else:
             weights[name] = torch.randn(shape, generator=generator) * 0.2
+    vocab, draft = weights["embed_tokens.weight"].shape[0], weights["lm_head.weight"].shape[0]
     if draft < vocab:
         weights |= vocabulary_tables(range(0, 2 * draft, 2), vocab)
     return weights
@@ -188,6 +196,17 @@ def vocabulary_tables(kept: range | list[int], vocab_size: int) -> dict[str, tor
     flags = torch.zeros(vocab_size, dtype=torch.bool)
     flags[ids[ids < vocab_size]] = True
     return {"d2t": ids - torch.arange(len(ids)), "t2d": flags}
+
+
+def header_container(config: Mapping[str, Any], without: Sequence[str] = ()) -> Container:
+    """A checkpoint of which only config and headers exist, so that full-size ones can be resolved without weights."""
+    shapes: dict[str, tuple[int, ...]] = weight_shapes(config)
+    headers = {name: StoredTensor(name, Path("none"), shape, "BF16") for name, shape in shapes.items()}
+    draft, vocab = shapes["lm_head.weight"][0], shapes["embed_tokens.weight"][0]
+    if draft < vocab:
+        headers["d2t"] = StoredTensor("d2t", Path("none"), (draft,), "I64")
+        headers["t2d"] = StoredTensor("t2d", Path("none"), (vocab,), "BOOL")
+    return Container(Path("none"), config, {name: header for name, header in headers.items() if name not in without})
 
 
 def write_checkpoint(
