@@ -1,7 +1,6 @@
 """Run a drafter over prompt sets and measure it: `evaluate`.
 
-    prompts -> generate -> one record per request (records.jsonl) -> one row per data set and temperature
-    (results.json)
+    prompts -> generate -> a record per request (records.jsonl) -> a row per data set and temperature (results.json)
 
 Rows are computed from the records alone, so a run that was interrupted and continued gives the rows of one that was
 not. Every request has its own seed, from the run's seed, the data set's name and the prompt's index. In float64 its

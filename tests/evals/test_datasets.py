@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from tiny_target import tiny_tokenizer
+from tokenizers import processors
 
 from dspark.evals.datasets import (
     PromptFormat,
@@ -109,6 +110,18 @@ def test_the_thinking_switch_is_off_unless_asked_for():
     assert switched.tokenizer.decode(format_prompt(switched, "hi")) == "<plain>hi"
     thinking = resolve_prompt_format(switched, thinking=True)
     assert switched.tokenizer.decode(format_prompt(switched, "hi", thinking)) == "<think>hi"
+
+
+def test_special_tokens_come_from_the_template_or_from_the_tokenizer_but_not_from_both():
+    """A tokenizer that puts its begin token before every text, as Llama's does."""
+    subject = target("<|im_start|>{{ messages[0]['content'] }}")
+    begin = subject.tokenizer.bos_token_id
+    subject.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
+    )
+    raw = format_prompt(subject, "hi", PromptFormat("raw"))
+    assert raw[0] == begin
+    assert format_prompt(subject, "hi") == raw
 
 
 def test_raw_format_is_the_bare_text():

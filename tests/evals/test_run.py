@@ -83,13 +83,16 @@ def results(folder):
 
 def test_requests_get_their_own_seeds_and_the_settings(target, drafter, prompts, fake):
     generate = fake()
-    evaluate(target, drafter, settings_for(prompts, top_k=5, num_draft_tokens=2, batch_size=3), progress=False)
+    sampling, drafting = {"top_k": 5, "ignore_eos": True}, {"drafting": "greedy", "draft_truncation": False}
+    settings = settings_for(prompts, **sampling, **drafting, num_draft_tokens=2, batch_size=3)
+    evaluate(target, drafter, settings, progress=False)
     assert len(generate.calls) == 2
     call = generate.calls[1]
     assert [p.seed for p in call["params"]] == [request_seed(0, "small", i) for i in range(6)]
     assert len({p.seed for p in call["params"]}) == 6
-    assert {(p.temperature, p.top_k, p.max_new_tokens) for p in call["params"]} == {(0.7, 5, 24)}
-    assert (call["num_draft_tokens"], call["max_batch_size"], call["drafting"]) == (2, 3, "probabilistic")
+    assert {(p.temperature, p.top_k, p.max_new_tokens, p.ignore_eos) for p in call["params"]} == {(0.7, 5, 24, True)}
+    assert drafting.items() <= call.items()
+    assert (call["num_draft_tokens"], call["max_batch_size"]) == (2, 3)
 
 
 def test_request_seeds_depend_on_all_three_and_fit_int64():
