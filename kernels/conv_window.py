@@ -1,0 +1,74 @@
+"""The short causal convolution in front of KDA, with a history that is rolled back by a cursor.
+
+    y_p = silu(sum_{i < W} w[:, i] x_{p - W + 1 + i})          depthwise, width W, x = 0 before the first token
+
+The inputs of recent tokens lie in a ring of R rows a slot, the token at ring row `cursor` being the next one. A step
+reads the W - 1 rows before the cursor and writes its T rows from the cursor on; accepting a tokens moves the cursor by
+a and nothing else. With R >= W - 1 + T a step never overwrites a row that any outcome of it may still need, zero
+accepted included.
+Source: Kimi Linear, arXiv:2510.26692, section 3 (ShortConv); causal-conv1d for the layout of the weight.
+
+Read `conv_window_ref` first.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from dspark.kernels.kda import compute_dtype, ring_rows
+
+
+def conv_window_ref(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    ring: torch.Tensor,
+    slots: torch.Tensor,
+    cursor: torch.Tensor,
+    num_rows: torch.Tensor,
+) -> torch.Tensor:
+    """The definition, in PyTorch. Same contract as `conv_window`."""
+    num_tokens, history, capacity = inputs.shape[1], weight.shape[1] - 1, ring.shape[1]
+    dtype = compute_dtype(inputs, weight)
+    before = ring[slots.clamp_min(0)[:, None], ring_rows(cursor + capacity - history, history, capacity)]
+    line = torch.cat([before, inputs], dim=1).to(dtype)
+    mixed = sum(line[:, i : i + num_tokens] * weight[:, i].to(dtype) for i in range(history + 1))
+    inside = (torch.arange(num_tokens, device=slots.device) < num_rows[:, None]) & (slots >= 0)[:, None]
+    row, t = inside.nonzero(as_tuple=True)
+    ring[slots[row], ring_rows(cursor, num_tokens, capacity)[row, t]] = inputs[row, t].to(ring.dtype)
+    return torch.where(inside[..., None], F.silu(mixed), 0).to(inputs.dtype)
+
+
+def conv_window(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    ring: torch.Tensor,
+    slots: torch.Tensor,
+    cursor: torch.Tensor,
+    num_rows: torch.Tensor,
+) -> torch.Tensor:
+    """Convolve T new tokens a row behind their history, and record them.
+
+    Args:
+        inputs: [B, T, C]; tokens past a row's `num_rows` may hold anything.
+        weight: [C, W], the last column meets the current token.
+        ring: [N, R, C]; zero where a slot's history has not begun. Rows cursor .. cursor + num_rows - 1 (modulo R) are
+            written, no other.
+        slots: [B] int64, negative for padding rows.
+        cursor: [B] int64, 0..R-1, ring row of the row's first token.
+        num_rows: [B] int64, 0..T.
+
+    Returns:
+        [B, T, C] in the dtype of `inputs`; zero past `num_rows` and for padding rows.
+
+    Raises:
+        ValueError: the ring is too short for the window and its history.
+
+    Source: `conv_window_ref`.
+    """
+    needed = weight.shape[1] - 1 + inputs.shape[1]
+    if ring.shape[1] < needed:
+        raise ValueError(
+            f"a ring of {ring.shape[1]} rows is too short: {inputs.shape[1]} tokens behind a history of "
+            f"{weight.shape[1] - 1} need {needed}; "
+            "with fewer, a rejected token would overwrite history that rollback still reads"
+        )
+    return conv_window_ref(inputs, weight, ring, slots, cursor, num_rows)

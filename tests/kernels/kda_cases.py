@@ -1,0 +1,92 @@
+"""Random KDA layers and the oracle that every path is compared with: the recurrence, one token at a time."""
+
+import torch
+
+from dspark.kernels.kda import Gate, KDALayer, Records, Tokens, kda_scan
+
+SOFTPLUS, BOUNDED = None, -5.0
+
+
+def random_gate(heads, key_dim, lower_bound=BOUNDED, *, seed=0, dtype=torch.float64, with_rate=True) -> Gate:
+    """Rates from slow to saturated, as trained layers have them."""
+    g = torch.Generator().manual_seed(seed)
+    a_log = torch.linspace(-2.5, 1.0, heads, dtype=dtype) if with_rate else None
+    return Gate(a_log, torch.randn(heads, key_dim, generator=g, dtype=torch.float64).to(dtype) * 2, lower_bound)
+
+
+def random_tokens(batch, num_tokens, heads, key_dim, value_dim, *, seed=0, dtype=torch.float64) -> Tokens:
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    shape = (batch, num_tokens, heads)
+    return Tokens(
+        draw(*shape, key_dim), draw(*shape, key_dim), draw(*shape, value_dim), draw(*shape, key_dim), draw(*shape)
+    )
+
+
+def random_layer(
+    slots,
+    heads,
+    key_dim,
+    value_dim,
+    capacity,
+    *,
+    lower_bound=BOUNDED,
+    seed=0,
+    dtype=torch.float64,
+    state_dtype=None,
+    with_rate=True,
+) -> KDALayer:
+    """Random checkpoints, records full of NaN: reading one that was never written shows."""
+    g = torch.Generator().manual_seed(seed + 1)
+    state = torch.randn(slots, heads, value_dim, key_dim, generator=g, dtype=torch.float64).to(state_dtype or dtype)
+    records = Records.empty(slots, capacity, state, dtype)
+    for store in (records.correction, records.key, records.gate):
+        store.fill_(float("nan"))
+    gate = random_gate(
+        heads,
+        key_dim,
+        lower_bound,
+        seed=seed,
+        dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        with_rate=with_rate,
+    )
+    return KDALayer(state, records, gate)
+
+
+def cut(tokens: Tokens, row, start, stop) -> Tokens:
+    """Tokens start..stop-1 of one row."""
+    return Tokens(
+        *(getattr(tokens, name)[row : row + 1, start:stop] for name in ("query", "key", "value", "gate", "beta"))
+    )
+
+
+def pad(pieces, num_tokens) -> Tokens:
+    """A batch of one-row token runs of different lengths; what lies past a run's end is NaN."""
+
+    def field(name):
+        rows = [getattr(piece, name) for piece in pieces]
+        out = rows[0].new_full((len(rows), num_tokens, *rows[0].shape[2:]), float("nan"))
+        for row, values in enumerate(rows):
+            out[row, : values.shape[1]] = values[0]
+        return out
+
+    return Tokens(*(field(name) for name in ("query", "key", "value", "gate", "beta")))
+
+
+def plain(tokens: Tokens, gate, state, count):
+    """Outputs and state after the first `count` tokens, one at a time."""
+    outputs = []
+    for t in range(count):
+        out, _, states = kda_scan(Tokens(*(x[:, t : t + 1] for x in vars(tokens).values())), gate, state)
+        state = states[:, 0]
+        outputs.append(out)
+    return outputs, state
+
+
+def close(a, b, rtol):
+    """Relative Frobenius error at most `rtol`; NaN fails."""
+    error = (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)
+    assert error <= rtol, f"relative error {error:.2e} above {rtol:.0e}"
