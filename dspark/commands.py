@@ -1,0 +1,302 @@
+"""The commands behind `dspark.cli`: load the pair, run, report. Options that were not given are absent."""
+
+import argparse
+import json
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.default import (
+    TARGET_VARIABLE,
+    TargetLocation,
+    default_drafter_path,
+    load_target,
+    local_target,
+    resolve_default_target,
+)
+from dspark.drafter import Drafter
+from dspark.evals import EvalSettings, format_prompt, format_table, measure_acceptance
+from dspark.evals import evaluate as run_evaluation
+from dspark.evals.datasets import resolve_prompt_format
+from dspark.evals.settings import library_versions
+from dspark.loop import generate as run_loop
+from dspark.records import Generation, StepRecord
+from dspark.sampling import SamplingParams
+from dspark.target import HFTarget
+from dspark.terminal import MarkedWriter, acceptance_lines, marks_for, say
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 12
+SEED_BITS = 63
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafter, with words for the report on where each came from. No drafter means plain decoding."""
+
+    target: HFTarget
+    target_name: str
+    drafter: Drafter | None
+    drafter_name: str | None
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One generation and the seconds it took, prefill included, without the time spent on showing it."""
+
+    generation: Generation
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.generation.token_ids) / self.seconds
+
+
+def generate(options: argparse.Namespace) -> int:
+    """`dspark generate`."""
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    given = _given(options, SamplingParams)
+    params = SamplingParams(**{"temperature": 0.0, "seed": secrets.randbits(SEED_BITS), **given})
+    pair = load_pair(options)
+    prompt_format = resolve_prompt_format(pair.target, "raw" if options.no_chat else "auto")
+    prompt_ids = format_prompt(pair.target, prompt, prompt_format)
+    loop_options = {name: getattr(options, name) for name in ("num_draft_tokens", "drafting") if hasattr(options, name)}
+
+    _warm_up(pair, prompt_ids, params, loop_options)
+    shown = None if options.json else MarkedWriter(pair.target.decode, sys.stdout)
+    drafted = _timed_run(pair.target, pair.drafter, prompt_ids, params, loop_options, shown)
+    plain = _timed_run(pair.target, None, prompt_ids, params, {}, None) if options.compare else None
+    report = _generation_report(pair, drafted, plain, params)
+    if options.json:
+        print(json.dumps({"command": "generate", "prompt_format": prompt_format.mode, **report}))
+        return 0
+    _say_generation_report(drafted, plain, params)
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """`dspark eval`."""
+    given = _given(options, EvalSettings)
+    renamed = {"datasets": "dataset", "temperatures": "temperature"}
+    given |= {name: tuple(getattr(options, flag)) for name, flag in renamed.items() if hasattr(options, flag)}
+    EvalSettings(**given)  # a wrong value must not cost the loading of two models
+    pair = load_pair(options)
+    settings = EvalSettings(**given, target_name=pair.target_name, drafter_name=pair.drafter_name)
+    rows = run_evaluation(pair.target, pair.drafter, settings, out_dir=getattr(options, "out", None))
+    if options.json:
+        results = [row.to_dict() | {"timing": row.timing.to_dict()} for row in rows]
+        print(json.dumps({"command": "eval", "rows": results}))
+        return 0
+    print(format_table(rows))
+    print(f"target: {pair.target_name}\ndrafter: {pair.drafter_name or 'none'}")
+    for row in rows:
+        if row.timing.tokens_per_s is not None:
+            say(f"{row.dataset} T={row.temperature:g}: {row.timing.tokens_per_s:.1f} tokens/s in this run")
+    return 0
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """`dspark inspect`; status 1 if the checkpoint cannot be used."""
+    from dspark.inspect import inspect_checkpoint
+
+    path = getattr(options, "drafter", None) or str(default_drafter_path())
+    target = None
+    if hasattr(options, "target"):
+        target, _ = _load_target(options.target, torch.bfloat16, torch.device("cpu"))
+    report = inspect_checkpoint(path, target=target, layout=getattr(options, "layout", None))
+    if options.json:
+        print(json.dumps({"command": "inspect", **report.to_dict()}))
+    else:
+        print(report.to_text(), end="")
+    return 0 if report.loadable else 1
+
+
+def load_pair(options: argparse.Namespace) -> Pair:
+    """Load target and drafter as the options name them.
+
+    Raises:
+        ValueError: a target without its drafter, files that do not load, or two that do not belong together.
+    """
+    from dspark.checkpoint import load_drafter
+
+    target_name, drafter_path = getattr(options, "target", None), getattr(options, "drafter", None)
+    plain = getattr(options, "plain", False)
+    if target_name is not None and drafter_path is None and not plain:
+        raise ValueError(
+            f"--target {target_name} needs a --drafter: the embedded drafter reads the hidden states of "
+            f"SmolLM2-135M-Instruct and was trained for no other model. If {target_name} is a copy of that model, "
+            f"set {TARGET_VARIABLE}={target_name} and leave --target out"
+        )
+    drafter_path = None if plain else drafter_path or str(default_drafter_path())
+    device = _device(getattr(options, "device", None))
+    dtype = _dtype(getattr(options, "dtype", None), device)
+    target, source = _load_target(target_name, dtype, device)
+    if drafter_path is None:
+        return Pair(target, source, None, None)
+    if target_name is None and hasattr(options, "drafter"):
+        log.info("no --target was given: %s has to fit the embedded pair's", drafter_path)
+    layout = getattr(options, "layout", None)
+    drafter = load_drafter(drafter_path, target=target, device=device, dtype=dtype, layout=layout)
+    return Pair(target, source, drafter, drafter_path)
+
+
+def _load_target(name: str | None, dtype: torch.dtype, device: torch.device) -> tuple[HFTarget, str]:
+    """Load a target named by folder, GGUF file or Hub id, or the default one; and say which it is."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    location: TargetLocation | None
+    if name is None:
+        location = resolve_default_target()
+    elif Path(name).expanduser().exists():
+        location = local_target(Path(name))
+    else:
+        location = None
+    source = location.source if location is not None else f"Hub {name}"
+    log.info("target: %s (%s, %s)", source, str(dtype).removeprefix("torch."), device)
+    if location is not None:
+        return load_target(location, dtype=dtype, device=device), source
+    try:
+        return HFTarget.from_pretrained(str(name), dtype=dtype, device=device), source
+    except OSError as error:
+        raise ValueError(
+            f"--target {name} is neither a folder or GGUF file here nor a model that the Hub gives out: {error}"
+        ) from error
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name!r} is no device; expected cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"--device {name} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """Reduced precision is slower on most CPUs and faster on GPUs."""
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def _given(options: argparse.Namespace, dataclass_type: type) -> dict[str, Any]:
+    """The options of the command line that are fields of a dataclass."""
+    return {
+        field.name: getattr(options, field.name) for field in fields(dataclass_type) if hasattr(options, field.name)
+    }
+
+
+def _warm_up(pair: Pair, prompt_ids: list[int], params: SamplingParams, loop_options: dict[str, Any]) -> None:
+    """The first passes pay for allocations and thread pools, which would be blamed on whichever run came first."""
+    short = SamplingParams(temperature=params.temperature, seed=params.seed, max_new_tokens=WARM_UP_TOKENS)
+    run_loop(pair.target, pair.drafter, [prompt_ids], short, **loop_options)
+    run_loop(pair.target, None, [prompt_ids], short)
+
+
+def _timed_run(
+    target: HFTarget,
+    drafter: Drafter | None,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    loop_options: dict[str, Any],
+    shown: MarkedWriter | None,
+) -> TimedRun:
+    showing_s = 0.0
+
+    def on_tokens(_: int, token_ids: list[int], step: StepRecord | None) -> None:
+        nonlocal showing_s
+        started = time.perf_counter()
+        if shown is not None:
+            shown.write(token_ids, 0 if step is None else step.num_accepted)
+        showing_s += time.perf_counter() - started
+
+    started = time.perf_counter()
+    generation = run_loop(target, drafter, [prompt_ids], params, on_tokens=on_tokens, **loop_options)[0]
+    seconds = time.perf_counter() - started - showing_s
+    if shown is not None:
+        shown.finish()
+    return TimedRun(generation, seconds)
+
+
+def _generation_report(pair: Pair, drafted: TimedRun, plain: TimedRun | None, params: SamplingParams) -> dict[str, Any]:
+    """What `--json` prints: text, figures and all settings."""
+    generation = drafted.generation
+    report = {
+        "text": pair.target.decode(generation.token_ids),
+        "token_ids": generation.token_ids,
+        "num_prompt_tokens": len(generation.prompt_ids),
+        "num_tokens": len(generation.token_ids),
+        "finish_reason": generation.finish_reason,
+        "seconds": drafted.seconds,
+        "tokens_per_s": drafted.tokens_per_s,
+        "acceptance": measure_acceptance([generation.steps]).to_dict(),
+        "target": pair.target_name,
+        "drafter": pair.drafter_name,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "device": str(pair.target.device),
+        "sampling": {field.name: getattr(params, field.name) for field in fields(params)},
+        "versions": library_versions(),
+    }
+    if plain is not None:
+        report["plain"] = {
+            "seconds": plain.seconds,
+            "tokens_per_s": plain.tokens_per_s,
+            "speed_up": drafted.tokens_per_s / plain.tokens_per_s,
+            "identical": plain.generation.token_ids == generation.token_ids,
+            "num_identical_tokens": _common_prefix(plain.generation.token_ids, generation.token_ids),
+        }
+    return report
+
+
+def _say_generation_report(drafted: TimedRun, plain: TimedRun | None, params: SamplingParams) -> None:
+    generation = drafted.generation
+    say("")
+    if marks_for(sys.stdout):
+        say(f"{marks_for(sys.stdout)}underlined\x1b[0m: drafted tokens that the target accepted")
+    for line in acceptance_lines(measure_acceptance([generation.steps])):
+        say(line)
+    if params.temperature > 0:
+        say(f"seed {params.seed}")
+    if plain is None:
+        say(f"{drafted.tokens_per_s:.1f} tokens/s; --compare adds the speed without the drafter")
+        return
+    say(
+        f"speed: {drafted.tokens_per_s:.1f} tokens/s with the drafter, {plain.tokens_per_s:.1f} without: "
+        f"{drafted.tokens_per_s / plain.tokens_per_s:.2f} times (one run of each, after a warm-up)"
+    )
+    say(_identity_line(generation.token_ids, plain.generation.token_ids, params.temperature))
+
+
+def _identity_line(drafted: list[int], plain: list[int], temperature: float) -> str:
+    if temperature > 0:
+        return (
+            "output: sampled, so the two texts are not expected to be the same; what rejection sampling keeps is the "
+            "distribution that they are drawn from"
+        )
+    if drafted == plain:
+        return f"output: identical to plain decoding, all {len(plain)} tokens"
+    return (
+        f"output: differs from plain decoding after {_common_prefix(drafted, plain)} tokens, where two tokens were "
+        "about equally likely and a pass over several rows rounded otherwise than one over a single row; "
+        "--dtype float64 is exact"
+    )
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -1,0 +1,205 @@
+"""The command line on a counting pair: a target that continues a token with the next id, a drafter that agrees."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_target import write_counting_pair
+
+from dspark.cli import build_parser, main
+from dspark.default import TARGET_VARIABLE
+
+PROMPT = ["--prompt", "A", "--no-chat"]  # continued by B, C, D, ...
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    target, drafter = write_counting_pair(tmp_path_factory.mktemp("pair"))
+    return ["--target", str(target), "--drafter", str(drafter)]
+
+
+@pytest.fixture(autouse=True)
+def no_named_target(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(TARGET_VARIABLE, raising=False)
+
+
+def run(*arguments: str) -> int:
+    """`main`, with argparse's exit turned into its status."""
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+class TestGenerate:
+    def test_text_on_stdout_figures_on_stderr(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
+        assert run("generate", *pair, *PROMPT, "--max-new-tokens", "11", "--compare") == 0
+        said = capsys.readouterr()
+        assert said.out == "BCDEFGHIJKL\n"
+        assert "10 tokens in 2 steps: 5.00 per step; 8 of 8 drafts accepted (100%)" in said.err
+        assert "output: identical to plain decoding, all 11 tokens" in said.err
+        assert "tokens/s with the drafter" in said.err
+
+    def test_json_is_one_line_with_figures_and_settings(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
+        assert run("generate", *pair, *PROMPT, "--max-new-tokens", "11", "--compare", "--json") == 0
+        said = capsys.readouterr()
+        assert said.out.count("\n") == 1
+        report = json.loads(said.out)
+        assert (report["text"], report["num_tokens"], report["finish_reason"]) == ("BCDEFGHIJKL", 11, "length")
+        assert report["acceptance"]["tokens_per_step"]["value"] == 5.0
+        assert report["plain"]["identical"] is True
+        assert report["plain"]["num_identical_tokens"] == 11
+        assert report["target"] == f"local folder {pair[1]}"
+        assert report["sampling"]["temperature"] == 0.0
+        assert (report["dtype"], report["prompt_format"]) == ("float32", "raw")
+
+    def test_the_length_of_a_draft_can_be_chosen(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
+        assert run("generate", *pair, *PROMPT, "--max-new-tokens", "9", "--num-draft-tokens", "1", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["acceptance"]["tokens_per_step"]["value"] == 2.0
+
+    def test_the_chat_template_is_applied_by_default(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
+        assert run("generate", *pair, "--prompt", "A", "--max-new-tokens", "2", "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["prompt_format"] == "chat"
+        assert report["num_prompt_tokens"] > 50
+
+    def test_a_seed_repeats_a_sampled_text(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
+        texts = []
+        for seed in ("1", "1", "2"):
+            flags = ["--temperature", "99", "--max-new-tokens", "16", "--seed", seed, "--json"]
+            assert run("generate", *pair, *PROMPT, *flags) == 0
+            texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+        assert texts[0] == texts[1]
+        assert texts[0] != texts[2]  # nearly uniform over 259 tokens: equal by chance with odds below 1e-20
+
+    def test_sampled_outputs_are_not_called_different(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
+        assert run("generate", *pair, *PROMPT, "--temperature", "9", "--compare", "--max-new-tokens", "4") == 0
+        assert "not expected to be the same" in capsys.readouterr().err
+
+    def test_the_prompt_can_come_from_stdin(
+        self, pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("A"))
+        assert run("generate", *pair, "--prompt", "-", "--no-chat", "--max-new-tokens", "2") == 0
+        assert capsys.readouterr().out == "BC\n"
+
+
+class TestEval:
+    def test_a_table_with_one_row_per_temperature(
+        self, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        prompts = tmp_path / "mine.jsonl"
+        prompts.write_text('{"prompt": "A"}\n{"prompt": "B"}\n{"prompt": "C"}\n')
+        flags = ["--dataset", str(prompts), "--limit", "2", "--max-new-tokens", "6", "--temperature", "0"]
+        assert run("eval", *pair, *flags, "--temperature", "0.5", "--out", str(tmp_path / "out")) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mine ")]
+        assert [row[:3] for row in rows] == [["mine", "0", "2"], ["mine", "0.5", "2"]]
+        assert (tmp_path / "out" / "results.json").is_file()
+
+    def test_json_and_the_plain_base_line(self, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        prompts = tmp_path / "mine.jsonl"
+        prompts.write_text('{"prompt": "A"}\n')
+        flags = ["--dataset", str(prompts), "--max-new-tokens", "6", "--temperature", "0", "--json"]
+        figures = {}
+        for extra in ([], ["--plain"]):
+            assert run("eval", *pair, *flags, *extra) == 0
+            out = capsys.readouterr().out
+            assert out.count("\n") == 1
+            (row,) = json.loads(out)["rows"]
+            assert row["settings"]["target_name"] == f"local folder {pair[1]}"
+            figures[bool(extra)] = row["acceptance"]["tokens_per_step"]["value"]
+        assert figures == {False: 5.0, True: 1.0}
+
+
+class TestInspect:
+    def test_a_good_checkpoint(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
+        assert run("inspect", pair[3], "--target", pair[1]) == 0
+        assert "would load" in capsys.readouterr().out
+
+    def test_a_bad_one_gives_status_1_and_its_problems(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        assert run("inspect", str(tmp_path), "--json") == 1
+        report = json.loads(capsys.readouterr().out)
+        assert report["loadable"] is False
+        assert report["refusals"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["generate"], "--prompt", id="a-required-flag-is-missing"),
+        pytest.param(["generate", "--prompt", "A", "--topk", "3"], "--topk", id="unknown-flag"),
+        pytest.param(["generate", "--prompt", "A", "--drafting", "wild"], "wild", id="unknown-value"),
+        pytest.param(["generate", "--prompt", "A", "--temperature", "hot"], "hot", id="not-a-number"),
+        pytest.param(["generate", "--prompt", "A", "--temperature", "-1"], "temperature must be", id="out-of-range"),
+        pytest.param(["generate", "--prompt", "A", "--device", "toaster"], "toaster", id="no-such-device"),
+        pytest.param(["generate", "--prompt", "A", "--target", "somewhere"], TARGET_VARIABLE, id="target-alone"),
+        pytest.param(["eval", "--dataset", "nowhere.jsonl"], "no data set 'nowhere.jsonl'", id="no-such-prompts"),
+        pytest.param(["eval", "--temperature", "0", "--temperature", "0"], "one twice", id="temperature-twice"),
+        pytest.param(["eval", "--limit", "0"], "limit must be at least 1", id="limit-zero"),
+        pytest.param(["inspect", "x", "--layout", "odd"], "odd", id="unknown-layout"),
+        pytest.param(["measure"], "measure", id="unknown-command"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    arguments: list[str], message: str, pair: list[str], capsys: pytest.CaptureFixture[str]
+):
+    if arguments[0] == "eval" or "--device" in arguments or "-1" in arguments:
+        arguments = [arguments[0], *pair, *arguments[1:]]  # so that nothing of the embedded pair is touched
+    assert run(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = [line for line in said.err.splitlines() if not line.startswith(("target: ", f"{pair[3]}: "))]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_too_many_draft_tokens_are_refused_in_one_line(pair: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run("generate", *pair, *PROMPT, "--num-draft-tokens", "5") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("dspark: num_draft_tokens=5 is outside 1..4")
+
+
+def test_a_drafter_for_another_target_is_refused_with_every_problem(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    raw = json.loads((Path(pair[3]) / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(raw | {"num_target_layers": 9, "target_layer_ids": [0, 7]}))
+    (other / "model.safetensors").write_bytes((Path(pair[3]) / "model.safetensors").read_bytes())
+    assert run("generate", *pair[:2], "--drafter", str(other), *PROMPT) == 2
+    assert "Traceback" not in (said := capsys.readouterr()).err
+    assert said.out == ""
+    assert str(other) in said.err
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["eval"], ["inspect"]], ids=lambda c: " ".join(c) or "dspark")
+def test_help_names_every_flag(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run(*command, "--help") == 0
+    assert "usage: dspark" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_torch():
+    program = "import sys, dspark.cli; dspark.cli.build_parser(); print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+
+
+def test_flags_that_are_not_given_leave_the_defaults_to_the_dataclasses():
+    options = vars(build_parser().parse_args(["eval"]))
+    assert options == {"command": "eval", "plain": False, "json": False}
+
+
+def test_a_reader_that_goes_away_ends_the_program_quietly(pair: list[str]):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-P", "-m", "dspark", "generate", *pair, *PROMPT, "--max-new-tokens", "20"]
+    ran = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert ran.returncode == 141
+    assert "Traceback" not in ran.stderr
+    assert "Exception" not in ran.stderr
