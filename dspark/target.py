@@ -41,7 +41,9 @@ class Target(Protocol):
     num_layers: int
     hidden_size: int
     max_positions: int
-    stop_token_ids: tuple[int, ...]
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
 
     @property
     def device(self) -> torch.device: ...
