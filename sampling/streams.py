@@ -12,7 +12,7 @@ dense form.
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -65,11 +65,11 @@ class Streams:
 
     def rows(self, index: torch.Tensor) -> "Streams":
         """The requests that `index` selects: [n] int64 or a [B] bool mask."""
-        return Streams(self.seeds[index])
+        return replace(self, seeds=self.seeds[index])
 
     def concat(self, other: "Streams") -> "Streams":
         """These requests, then those of `other`."""
-        return Streams(torch.cat([self.seeds, other.seeds]))
+        return replace(self, seeds=torch.cat([self.seeds, other.seeds]))
 
     def uniform(self, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
         """One uniform number per position.

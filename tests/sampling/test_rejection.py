@@ -1,0 +1,405 @@
+"""rejection_sample: the law it emits through the real draws, its counts, and the isolation of requests."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from exact_law import P6, Q6, P, Q, vector
+from scipy import stats
+
+from dspark.sampling import (
+    DenseProposal,
+    OneHotProposal,
+    Proposal,
+    Purpose,
+    SamplingParams,
+    SamplingTensors,
+    SparseProposal,
+    Streams,
+    draft_token,
+    make_proposal,
+    rejection_sample,
+    sample,
+    streams,
+    to_distribution,
+)
+
+POSITIONS = 20_000
+
+
+@dataclass(frozen=True)
+class SharedNoise(Streams):
+    """The mistake: drafts and recoveries read the same noise."""
+
+    def exponential(self, positions, purpose, vocab_size, dtype=torch.float32):
+        purpose = Purpose.DRAFT if purpose is Purpose.RECOVERY else purpose
+        return super().exponential(positions, purpose, vocab_size, dtype)
+
+
+@dataclass(frozen=True)
+class FixedUniform(Streams):
+    """Streams whose acceptance numbers are given, [B, K]."""
+
+    given: torch.Tensor
+
+    def uniform(self, positions, purpose):
+        assert purpose is Purpose.ACCEPT
+        return self.given
+
+    def rows(self, index):
+        return Streams(self.seeds[index])
+
+
+def same_request(n: int, seed: int) -> tuple[SamplingTensors, Streams]:
+    """One request at n places of its text."""
+    return SamplingTensors.stack([SamplingParams(seed=seed)]).repeat_each(n), Streams(torch.full((n,), seed))
+
+
+def random_case(batch: int, num_draft_tokens: int, vocab_size: int, seed: int = 0):
+    """Drafts drawn from a random q, and a random p, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, num_draft_tokens + 1, vocab_size, generator=generator) * 1.5
+    noise = torch.randn(batch, num_draft_tokens + 1, vocab_size, generator=generator)
+    q, p = logits[:, :-1].softmax(-1), (logits + noise * 0.7).softmax(-1)
+    request = Streams(torch.arange(batch) + 100)
+    where = torch.arange(batch) * 50
+    drafts = sample(q, request, where[:, None] + torch.arange(num_draft_tokens), Purpose.DRAFT)
+    return DenseProposal(drafts, q), p, request, where
+
+
+# The law, through the real draws
+
+
+def emitted_by_one_draft(request: Streams, tensors: SamplingTensors) -> torch.Tensor:
+    n = len(request)
+    where = torch.arange(n)
+    p, q = (vector(*weights).expand(n, 6) for weights in (P6, Q6))
+    drafts, drawn_from = draft_token(q.log(), tensors, request, where)
+    proposal = make_proposal(drafts[:, None], [drawn_from])
+    verified = rejection_sample(proposal, p[:, None].expand(n, 2, 6), request, where)
+    return torch.bincount(verified.tokens[:, 0], minlength=6)
+
+
+def test_drafting_and_recovering_do_not_lean_towards_the_drafter():
+    """Chi-square over 20000 positions of one seed, 5 degrees of freedom: 20.5 has the false-alarm rate 0.001."""
+    tensors, request = same_request(POSITIONS, seed=41)
+    counts = emitted_by_one_draft(request, tensors)
+    assert stats.chisquare(counts.numpy(), vector(*P6).numpy() * POSITIONS).statistic < 20.5
+
+
+def test_the_law_notices_noise_shared_by_draft_and_recovery():
+    tensors, request = same_request(POSITIONS, seed=41)
+    counts = emitted_by_one_draft(SharedNoise(request.seeds), tensors)
+    assert stats.chisquare(counts.numpy(), vector(*P6).numpy() * POSITIONS).statistic > 40
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse", "one-hot"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"temperature": 0.3}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}],
+    ids=["plain", "cool", "hot", "top-k", "top-p", "min-p"],
+)
+def test_two_tokens_have_the_joint_law_of_the_target_across_steps(form, fields):
+    """A block of two, and a second step where only one token came out of the first.
+
+    That step reads the noise of a position whose draft was thrown away before. Chi-square over the pairs, false alarm
+    0.001 each.
+    """
+    n, vocab_size = POSITIONS, 5
+    generator = torch.Generator().manual_seed(7)
+    target_logits, draft_logits = torch.randn(2, vocab_size + 1, vocab_size, generator=generator, dtype=torch.float64)
+    params = SamplingParams(**fields)
+    tensors = SamplingTensors.stack([params]).repeat_each(n)
+    request, where = Streams(torch.full((n,), 43)), torch.arange(n) * 4
+    start = torch.full((n,), vocab_size)  # the last row of the tables belongs to the anchor
+    p_table = to_distribution(target_logits, params)
+    ids = torch.tensor([4, 1, 0, 2]) if form == "sparse" else None
+    table = draft_logits if ids is None else draft_logits[:, ids]
+
+    def draft(previous, offset):
+        return draft_token(table[previous], tensors, request, where + offset, drafting(form), ids)
+
+    first, q_first = draft(start, 0)
+    second, q_second = draft(first, 1)
+    block = make_proposal(torch.stack([first, second], 1), [q_first, q_second], ids)
+    step = rejection_sample(block, torch.stack([p_table[start], p_table[first], p_table[second]], 1), request, where)
+    token, other = step.tokens[:, 0], step.tokens[:, 1]
+    again, q_again = draft(token, 1)
+    next_block = make_proposal(again[:, None], [q_again], ids)
+    next_step = rejection_sample(next_block, p_table[torch.stack([token, again], 1)], request, where + 1)
+    other = torch.where(step.num_emitted == 1, next_step.tokens[:, 0], other)
+
+    counts = torch.bincount(token * vocab_size + other, minlength=vocab_size**2)
+    expected = (p_table[vocab_size][:, None] * p_table[:vocab_size]).flatten() * n
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    assert stats.chisquare(counts[possible].numpy(), expected[possible].numpy()).pvalue > 1e-3
+
+
+def drafting(form: str) -> str:
+    return "greedy" if form == "one-hot" else "probabilistic"
+
+
+# One decision
+
+
+def decide(u: float, p: tuple[float, ...], q: tuple[float, ...], draft: int) -> int:
+    """Accepted drafts of one request, beside another whose decision needs its number."""
+    probs = torch.tensor([[p, p], [(0.5, 0.5), (0.5, 0.5)]], dtype=torch.float64)
+    proposal = DenseProposal(torch.tensor([[draft], [0]]), torch.tensor([[q], [(0.9, 0.1)]], dtype=torch.float64))
+    request = FixedUniform(torch.tensor([1, 2]), torch.tensor([[u], [0.3]], dtype=torch.float64))
+    return int(rejection_sample(proposal, probs, request, torch.tensor([0, 0])).num_accepted[0])
+
+
+@pytest.mark.parametrize(
+    ("u", "p", "q", "accepted"),
+    [
+        pytest.param(0.4999, (0.25, 0.75), (0.5, 0.5), 1, id="just-below-the-ratio"),
+        pytest.param(0.5, (0.25, 0.75), (0.5, 0.5), 0, id="at-the-ratio"),
+        pytest.param(1 - 2**-53, (0.5, 0.5), (0.5, 0.5), 1, id="equal-probabilities-never-reject"),
+        pytest.param(1 - 2**-53, (0.75, 0.25), (0.5, 0.5), 1, id="more-likely-in-the-target"),
+        pytest.param(0.0, (0.0, 1.0), (0.5, 0.5), 0, id="impossible-in-the-target-even-at-u-zero"),
+    ],
+)
+def test_a_draft_is_accepted_below_the_ratio_of_probabilities(u, p, q, accepted):
+    assert decide(u, p, q, draft=0) == accepted
+
+
+def test_a_worked_step():
+    """Drafts (0, 2, 1): the second is rejected, so the third is not looked at although it would pass."""
+    q = torch.tensor([[vector(*Q).tolist()] * 3])
+    p = torch.tensor([[vector(*P).tolist()] * 4])
+    request = FixedUniform(torch.tensor([5]), torch.tensor([[0.99, 0.9, 0.0]], dtype=torch.float64))
+    out = rejection_sample(DenseProposal(torch.tensor([[0, 2, 1]]), q), p, request, torch.tensor([10]))
+    residual = torch.tensor([[[0.6, 0.4, 0.0, 0.0, 0.0]]])
+    recovered = sample(residual, Streams(torch.tensor([5])), torch.tensor([[11]]), Purpose.RECOVERY).item()
+    assert out.tokens.tolist() == [[0, recovered, -1, -1]]
+    assert (out.num_accepted.item(), out.num_emitted.item()) == (1, 2)
+    torch.testing.assert_close(out.accept_probs, torch.full((1, 3), 0.5))
+
+
+def test_the_added_token_uses_the_noise_of_its_own_position_and_purpose():
+    proposal, p, request, where = random_case(batch=300, num_draft_tokens=3, vocab_size=20)
+    out = rejection_sample(proposal, p, request, where)
+    everything, row = out.num_accepted == 3, torch.arange(300)
+    last = p[row, out.num_accepted][:, None]
+    at = (where + out.num_accepted)[:, None]
+    bonus = sample(last, request, at, Purpose.TARGET)[:, 0]
+    cut = proposal.position(out.num_accepted.clamp_max(2))
+    recovered = sample(cut.residual(last), request, at, Purpose.RECOVERY)[:, 0]
+    added = out.tokens[row, out.num_accepted]
+    assert 20 < int(everything.sum()) < 280
+    assert torch.equal(added, torch.where(everything, bonus, recovered))
+    u = request.uniform(where[:, None] + torch.arange(3), Purpose.ACCEPT)
+    judged = u * proposal.prob() < p[:, :3].gather(-1, proposal.tokens[..., None])[..., 0]
+    assert torch.equal(out.num_accepted, judged.long().cumprod(-1).sum(-1))
+
+
+def test_the_expected_acceptance_is_the_mean_of_the_realised_one():
+    """Hoeffding: 4000 decisions stray 0.035 from their mean less often than once in 10000."""
+    proposal, p, request, where = random_case(batch=4000, num_draft_tokens=1, vocab_size=12, seed=5)
+    out = rejection_sample(proposal, p, request, where)
+    assert float(out.accept_probs.mean() - out.num_accepted.double().mean()) == pytest.approx(0, abs=0.035)
+
+
+# Counts
+
+
+def check_counts(out, num_draft_tokens: int) -> None:
+    slot = torch.arange(num_draft_tokens + 1)
+    assert torch.equal(out.num_emitted, out.num_accepted + 1)
+    assert torch.equal(out.tokens >= 0, slot < out.num_emitted[:, None])
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 8])
+def test_tokens_are_a_kept_prefix_one_more_and_padding(num_draft_tokens):
+    proposal, p, request, where = random_case(batch=200, num_draft_tokens=num_draft_tokens, vocab_size=9)
+    out = rejection_sample(proposal, p, request, where)
+    check_counts(out, num_draft_tokens)
+    kept = torch.arange(num_draft_tokens) < out.num_accepted[:, None]
+    assert torch.equal(out.tokens[:, :-1][kept], proposal.tokens[kept])
+
+
+def test_trimmed_drafts_are_not_judged_and_what_lies_past_them_is_not_read():
+    proposal, p, request, where = random_case(batch=90, num_draft_tokens=4, vocab_size=9)
+    num_offered = torch.arange(90) % 5
+    unread = torch.arange(5) > num_offered[:, None]
+    poisoned = p.masked_fill(unread[..., None], float("nan"))
+    out = rejection_sample(proposal, poisoned, request, where, num_offered)
+    check_counts(out, 4)
+    assert (out.num_accepted <= num_offered).all()
+    assert torch.equal(out.accept_probs.isnan(), torch.arange(4) >= num_offered[:, None])
+    for row in range(90):
+        k = int(num_offered[row])
+        index = torch.tensor([row])
+        alone = rejection_sample(proposal.rows(index).truncate(k), p[index, : k + 1], request.rows(index), where[index])
+        assert torch.equal(alone.tokens[0], out.tokens[row, : k + 1])
+
+
+def test_a_request_without_drafts_takes_a_plain_step_and_disturbs_no_one():
+    proposal, p, request, where = random_case(batch=6, num_draft_tokens=3, vocab_size=30)
+    num_offered = torch.tensor([3, 0, 3, 0, 3, 3])
+    out = rejection_sample(proposal, p, request, where, num_offered)
+    plain = sample(p[:, :1], request, where[:, None], Purpose.TARGET)[:, 0]
+    assert out.tokens[[1, 3]].tolist() == [[int(plain[1]), -1, -1, -1], [int(plain[3]), -1, -1, -1]]
+    everyone = rejection_sample(proposal, p, request, where)
+    assert torch.equal(out.tokens[[0, 2, 4, 5]], everyone.tokens[[0, 2, 4, 5]])
+
+
+@pytest.mark.parametrize("form", ["one-hot", "dense", "sparse"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_placeholders_are_never_accepted_nor_indexed(form, temperature):
+    """Drafts [3, -1, -1]: token 3 is judged as usual, and what follows it is drawn from p, not from p - q."""
+    n = 400
+    tokens = torch.tensor([3, -1, -1]).expand(n, 3)
+    logits = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(2)).expand(n, 4, 6)
+    p = to_distribution(logits, SamplingParams(temperature))
+    q = torch.full((n, 3, 6), float("nan"))
+    q[:, 0] = torch.tensor([0.1, 0.1, 0.1, 0.5, 0.1, 0.1])
+    ids = torch.tensor([5, 4, 3, 2, 1, 0]).expand(n, 3, 6)
+    proposal: Proposal = {
+        "one-hot": OneHotProposal(tokens),
+        "dense": DenseProposal(tokens, q),
+        "sparse": SparseProposal(tokens, ids, q.gather(-1, ids)),
+    }[form]
+    request, where = Streams(torch.arange(n)), torch.zeros(n, dtype=torch.int64)
+    out = rejection_sample(proposal, p, request, where)
+    check_counts(out, 3)
+    assert (out.num_accepted <= 1).all()
+    assert out.accept_probs[:, 1:].isnan().all()
+    offered = rejection_sample(proposal.truncate(1), p[:, :2], request, where)
+    assert torch.equal(out.tokens[:, :2], offered.tokens)
+    accepted = out.num_accepted == 1
+    if temperature:
+        assert 0 < int(accepted.sum()) < n
+    after = sample(p[:, 1:2], request, where[:, None] + 1, Purpose.TARGET)[:, 0]
+    assert torch.equal(out.tokens[accepted, 1], after[accepted])
+
+
+# Forms and requests
+
+
+def test_dense_and_sparse_forms_of_one_q_emit_the_same_tokens():
+    proposal, p, request, where = random_case(batch=500, num_draft_tokens=4, vocab_size=25)
+    ids = torch.rand(500, 4, 25, generator=torch.Generator().manual_seed(3)).argsort(-1)
+    sparse = SparseProposal(proposal.tokens, ids, proposal.probs.gather(-1, ids))
+    a, b = (rejection_sample(each, p, request, where) for each in (proposal, sparse))
+    assert torch.equal(a.tokens, b.tokens)
+    torch.testing.assert_close(a.accept_probs, b.accept_probs)
+
+
+def test_a_reduced_draft_vocabulary_is_its_dense_form():
+    ids = torch.tensor([1, 4, 6, 7, 11])
+    narrow, _, request, where = random_case(batch=300, num_draft_tokens=2, vocab_size=5)
+    p = torch.randn(300, 3, 12, generator=torch.Generator().manual_seed(4)).softmax(-1)
+    reduced = make_proposal(ids[narrow.tokens], list(narrow.probs.unbind(1)), ids)
+    dense = DenseProposal(reduced.tokens, reduced.dense(12))
+    a, b = (rejection_sample(each, p, request, where) for each in (reduced, dense))
+    assert torch.equal(a.tokens, b.tokens)
+    assert (a.tokens == 0).any()  # a token that the drafter cannot propose
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_requests_keep_their_q_when_the_batch_changes_and_the_vocabulary_is_padded(dtype):
+    """Drafted together, vocabulary 5 padded to 8; then reordered, one dropped, one joining, and verified."""
+    narrow, p, request, where = random_case(batch=3, num_draft_tokens=2, vocab_size=5)
+    wide = torch.nn.functional.pad(narrow.probs.to(dtype), (0, 3))
+    p = torch.nn.functional.pad(p.to(dtype), (0, 3))
+    proposal = DenseProposal(narrow.tokens, wide)
+    together = rejection_sample(proposal, p, request, where).tokens
+    for order in ([2, 0], [1], [2, 1, 0, 0], [1, 0, 2]):
+        rows = torch.tensor(order)
+        out = rejection_sample(proposal.rows(rows), p[rows], request.rows(rows), where[rows])
+        assert torch.equal(out.tokens, together[rows])
+
+
+def test_a_seeded_request_emits_the_same_after_other_work():
+    """No number comes from a global generator, and nothing that ran before moves a request's stream."""
+    proposal, p, request, where = random_case(batch=20, num_draft_tokens=3, vocab_size=40)
+    before = rejection_sample(proposal, p, request, where).tokens
+    state = torch.get_rng_state()
+    for seed in range(3):
+        other = random_case(batch=7, num_draft_tokens=5, vocab_size=40, seed=seed)
+        rejection_sample(*other)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1000)
+    assert torch.equal(rejection_sample(proposal, p, request, where).tokens, before)
+
+
+def test_equal_prompts_with_other_seeds_emit_other_tokens():
+    """The drafts are the same for all 50, so that only acceptance and the added token can differ."""
+    proposal, p, _, where = random_case(batch=1, num_draft_tokens=3, vocab_size=1000)
+    rows = torch.zeros(50, dtype=torch.int64)
+    out = rejection_sample(proposal.rows(rows), p[rows], Streams(torch.arange(50)), where[rows])
+    assert len(out.tokens.unique(dim=0)) > 25
+
+
+def test_temperatures_mixed_in_a_batch_leave_each_other_alone():
+    """Rows at 0, 0.7 and 0, the first with ties: the greedy ones emit their lowest argmax whatever was drafted."""
+    logits = torch.randn(3, 4, 11, generator=torch.Generator().manual_seed(6))
+    logits[0, :, [8, 2, 5]] = 9.0
+    params = [SamplingParams(t, seed=s) for t, s in ((0.0, 1), (0.7, 2), (0.0, 3))]
+    p = to_distribution(logits, SamplingTensors.stack(params))
+    request, where = Streams.for_params(params), torch.tensor([4, 40, 400])
+    drafts = torch.tensor([[2, 2, 5], [1, 3, 9], [0, 0, 0]])
+    drafts[2] = logits[2, :3].argmax(-1)
+    proposal = OneHotProposal(drafts)
+    out = rejection_sample(proposal, p, request, where)
+    assert out.tokens[0].tolist() == [2, 2, 2, -1]
+    assert out.tokens[2].tolist() == logits[2].argmax(-1).tolist()
+    for row in range(3):
+        index = torch.tensor([row])
+        alone = rejection_sample(proposal.rows(index), p[index], request.rows(index), where[index])
+        assert torch.equal(alone.tokens[0], out.tokens[row])
+
+
+def test_a_greedy_batch_computes_no_noise(monkeypatch):
+    def forbidden(*args):
+        raise AssertionError("noise for a step that needs none")
+
+    monkeypatch.setattr(streams, "philox_rows", forbidden)
+    monkeypatch.setattr(streams, "philox_at", forbidden)
+    p = torch.nn.functional.one_hot(torch.tensor([[1, 2, 3], [1, 2, 3]]), 5).float()
+    proposal = OneHotProposal(torch.tensor([[1, 2], [1, 4]]))
+    out = rejection_sample(proposal, p, Streams(torch.tensor([1, 2])), torch.tensor([0, 0]))
+    assert out.tokens.tolist() == [[1, 2, 3], [1, 2, -1]]
+
+
+def test_tokens_cut_by_min_p_are_never_emitted():
+    n = 5000
+    p = to_distribution(vector(*P).log().expand(n, 2, 5), SamplingParams(min_p=0.5))
+    tensors, request = same_request(n, seed=9)
+    drafts, q = draft_token(vector(*Q).log().expand(n, 5), tensors, request, torch.arange(n))
+    out = rejection_sample(make_proposal(drafts[:, None], [q]), p, request, torch.arange(n))
+    assert set(out.tokens.unique().tolist()) == {-1, 0, 1}
+
+
+# Misuse
+
+
+def test_a_draft_that_q_cannot_give_is_an_error():
+    proposal = DenseProposal(torch.tensor([[1]]), torch.tensor([[[1.0, 0.0]]]))
+    with pytest.raises(AssertionError, match="draft 1 of request 0 has q = 0: it was not drawn from the q"):
+        rejection_sample(proposal, torch.full((1, 2, 2), 0.5), Streams(torch.tensor([1])), torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("draft", "shape", "num_offered", "message"),
+    [
+        pytest.param(0, (1, 1, 4), None, r"target_probs must be \[1, 2, V\], .*got \(1, 1, 4\)", id="no-bonus-row"),
+        pytest.param(0, (2, 2, 4), None, r"target_probs must be \[1, 2, V\]", id="other-batch"),
+        pytest.param(0, (1, 2, 4), [2], r"num_offered must be in 0..1, got \[2\]", id="offered-too-many"),
+        pytest.param(0, (1, 2, 4), [-1], r"num_offered must be in 0..1", id="offered-negative"),
+        pytest.param(4, (1, 2, 4), None, "draft token 4 is outside the target's vocabulary of 4", id="unmapped-id"),
+    ],
+)
+def test_bad_inputs_are_named(draft, shape, num_offered, message):
+    offered = None if num_offered is None else torch.tensor(num_offered)
+    with pytest.raises(ValueError, match=message):
+        rejection_sample(
+            OneHotProposal(torch.tensor([[draft]])),
+            torch.full(shape, 0.25),
+            Streams(torch.tensor([1])),
+            torch.tensor([0]),
+            offered,
+        )
