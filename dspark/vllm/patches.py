@@ -1,0 +1,92 @@
+"""Everything that the plug-in changes in vLLM; three patches, each with its reason. Checked against CHECKED_RELEASES.
+
+With another speculative method, or with the V2 model runner (which has its own DSpark), each patched function returns
+what vLLM's own returns.
+"""
+
+from functools import wraps
+from typing import Any
+
+from vllm.config import VllmConfig
+
+CHECKED_RELEASES = ("0.32.0",)
+METHOD = "dspark"
+# The words with which vLLM refuses the method on the V1 model runner.
+REFUSAL = "dspark speculative decoding"
+_MARK = "_patched_by_dspark"
+
+
+def apply_patches() -> None:
+    """Apply 1 and 2 (once per process); 2 applies 3 where it is needed."""
+    if hasattr(VllmConfig, _MARK):
+        return
+    setattr(VllmConfig, _MARK, True)
+    _patch_unsupported_features()
+    _patch_runner_choice()
+
+
+def _uses_method(config: VllmConfig) -> bool:
+    return config.speculative_config is not None and config.speculative_config.method == METHOD
+
+
+def _patch_unsupported_features() -> None:
+    """1. The V1 runner no longer counts DSpark as unsupported, and the configuration is checked in its place.
+
+    This runs while the configuration is built, in the process that the user started, before any model is loaded.
+    """
+    vllms_own = VllmConfig._get_v1_model_runner_unsupported_features
+
+    @wraps(vllms_own)
+    def unsupported_features(self: VllmConfig) -> list[str]:
+        unsupported = vllms_own(self)
+        if _uses_method(self):
+            from dspark.vllm.requirements import check_configuration  # imports the library, which others need not wait for
+
+            check_configuration(self)
+            unsupported = [feature for feature in unsupported if feature != REFUSAL]
+        return unsupported
+
+    VllmConfig._get_v1_model_runner_unsupported_features = unsupported_features
+
+
+def _patch_runner_choice() -> None:
+    """2. Where the choice falls on the V1 runner, it gets our proposer (3).
+
+    Every process asks this property before it builds a runner. Patching the runner's module here, and not on loading
+    the plug-in, keeps its import out of processes that run another method.
+    """
+    vllms_own = VllmConfig.use_v2_model_runner.fget
+    assert vllms_own is not None
+
+    @wraps(vllms_own)
+    def use_v2_model_runner(self: VllmConfig) -> bool:
+        use_v2 = vllms_own(self)
+        if not use_v2 and _uses_method(self):
+            _patch_runner_module()
+        return use_v2
+
+    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)
+
+
+def _patch_runner_module() -> None:
+    """3. The V1 runner builds our proposer for DSpark.
+
+    Its constructor sends every method that reads target states, DSpark too, to `EagleProposer`. The name is replaced,
+    in that module only, by a subclass that adds nothing for other methods.
+    """
+    from vllm.v1.worker import gpu_model_runner as module
+
+    if hasattr(module, _MARK):
+        return
+    setattr(module, _MARK, True)
+    vllms_own = module.EagleProposer
+
+    class EagleOrDSparkProposer(vllms_own):  # type: ignore[misc, valid-type]
+        def __new__(cls, vllm_config: VllmConfig, device: Any, runner: Any = None) -> Any:
+            if _uses_method(vllm_config):
+                from dspark.vllm.v1 import DSparkProposer
+
+                return DSparkProposer(vllm_config, device, runner)
+            return super().__new__(cls)
+
+    module.EagleProposer = EagleOrDSparkProposer
