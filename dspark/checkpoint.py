@@ -1,9 +1,8 @@
 """Load a drafter checkpoint: recognise, resolve, check everything, then read each tensor once into its place.
 
 The module is built without storage and every weight is assigned as it comes from the file, so peak memory is the
-drafter plus one tensor. Nothing is
-defaulted or left out silently: what the files do not settle is logged, and what contradicts itself is refused with
-all problems at once.
+drafter plus one tensor. Nothing is defaulted or left out silently: what the files do not settle is logged, and what
+contradicts itself is refused with all problems at once.
 """
 
 import logging
@@ -172,12 +171,15 @@ def _build(
     with torch.device("meta"):
         drafter = Drafter(config)
     findings, state = Findings(), {}
+    # On a CPU the tensors read are views of the mapped file: they would change with it, and have its alignment, so that
+    # the same weights stored differently would round differently. Each is copied, one at a time.
+    is_mapped = device.type == "cpu"
     for name, tensor in read_tensors({n: s for n, s in tensors.sources.items() if n != "t2d"}, device):
         if name == "d2t":
-            state[name] = tensor.long()
+            state[name] = tensor.to(torch.int64, copy=is_mapped)
             continue
         findings.attempt(check_finite, name, tensor)
-        state[name] = tensor.to(dtype)
+        state[name] = tensor.to(dtype, copy=is_mapped)
     findings.raise_problems(path)
     if drafter.d2t is not None and "d2t" not in state:
         # Only reached when the target's vocabulary is the draft's: the embedding has extra rows, the ids are the same.

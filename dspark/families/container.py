@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from dspark.families.findings import CheckpointError, refusal
@@ -94,7 +94,7 @@ def _from_hub(repository: str) -> Path:
         index = read_json(folder / INDEX) if (folder / INDEX).exists() else {}
         refuse_unsupported(recognise(raw, index.get("weight_map", {})))
         return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise refusal(
             f"not a folder here, and the Hub gave {type(error).__name__}: {error}",
             "an existing folder or a reachable repository",

@@ -1,5 +1,4 @@
-"""The speculators packaging: the backbone's config nested in `transformer_layer_config`, the drafter's keys beside
-it."""
+"""The speculators packaging: the backbone nested in `transformer_layer_config`, the drafter's keys beside it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,4 @@
-"""Checks that need the target: does this drafter belong to it, and can it be given what the checkpoint does not
-ship?"""
+"""Checks that need the target: does the drafter belong to it, and can it be given what the checkpoint lacks?"""
 
 from typing import Protocol
 

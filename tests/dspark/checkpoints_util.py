@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dspark.config import DrafterConfig
+from dspark.families import Findings, resolve_container
 from dspark.families.container import Container, StoredTensor
 
 ABSENT = object()
@@ -239,3 +241,35 @@ def write_speculators(folder: Path, changes: Mapping[str, Any] | None = None, se
     """A speculators checkpoint with a reduced vocabulary: fixture B of the format notes, with changes."""
     config = changed(SPECULATORS, changes or {})
     return write_checkpoint(folder, config, random_weights(config, seed))
+
+
+def read(config: Mapping[str, Any], without: Sequence[str] = (), **options: Any) -> tuple[Any, Findings]:
+    """The record of a checkpoint of which only headers exist (None if it is refused), and what was found."""
+    findings = Findings()
+    layout, target_vocab_size = options.get("layout"), options.get("target_vocab_size")
+    resolved = resolve_container(header_container(config, without), layout, target_vocab_size, findings)
+    return (None if resolved is None else resolved.config), findings
+
+
+def resolve(config: Mapping[str, Any], **options: Any) -> DrafterConfig:
+    """The record of a config that must be accepted."""
+    record, findings = read(config, **options)
+    assert findings.problems == []
+    return record
+
+
+def refuse(config: Mapping[str, Any], **options: Any) -> str:
+    """The problems of a config that must be refused."""
+    _, findings = read(config, **options)
+    assert findings.problems
+    return "\n".join(findings.problems)
+
+
+def deepspec(changes: Mapping[str, Any] | None = None, **options: Any) -> DrafterConfig:
+    """The record of the DeepSpec config with changes."""
+    return resolve(changed(DEEPSPEC, changes or {}), **options)
+
+
+def speculators(changes: Mapping[str, Any] | None = None, **options: Any) -> DrafterConfig:
+    """The record of the speculators config with changes."""
+    return resolve(changed(SPECULATORS, changes or {}), **options)
