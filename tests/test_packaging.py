@@ -71,13 +71,15 @@ def test_data_is_in_it(name: str, names: set[str]):
     assert name in names
 
 
-def test_license_and_command_are_declared(wheel: Path, names: set[str]):
+def test_license_command_and_plugin_are_declared(wheel: Path, names: set[str]):
     (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
     folder = metadata.removesuffix("/METADATA")
     assert f"{folder}/licenses/LICENSE" in names
     with zipfile.ZipFile(wheel) as archive:
         assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
-        assert "dspark = dspark.cli:main" in archive.read(f"{folder}/entry_points.txt").decode()
+        entry_points = archive.read(f"{folder}/entry_points.txt").decode()
+    assert "[console_scripts]\ndspark = dspark.cli:main" in entry_points
+    assert "[vllm.general_plugins]\ndspark = dspark.vllm.plugin:register" in entry_points
 
 
 def test_the_installed_package_imports_without_the_checkout(wheel: Path, tmp_path: Path):
