@@ -153,6 +153,7 @@ def _chunks(num_rows: int, num_columns: int) -> list[tuple[slice, slice]]:
 
 
 def _rows_torch(key: torch.Tensor, counter: torch.Tensor, num_words: int) -> torch.Tensor:
+    """`philox_rows` [R, num_words] by the definition, on any device."""
     num_blocks = -(-num_words // 4)
     block = torch.arange(num_blocks, device=key.device).expand(len(key), num_blocks)
     words = philox_ref((block, *counter[:, :, None].unbind(1)), key[:, :, None].unbind(1))
@@ -160,6 +161,7 @@ def _rows_torch(key: torch.Tensor, counter: torch.Tensor, num_words: int) -> tor
 
 
 def _rows_numpy(key: torch.Tensor, counter: torch.Tensor, num_words: int) -> torch.Tensor:
+    """`philox_rows` [R, num_words] on a CPU."""
     num_rows, num_blocks = len(key), -(-num_words // 4)
     rows = _numpy_rows(key, counter)
     out = np.empty((num_rows, num_blocks, 4), np.uint32)
@@ -171,6 +173,7 @@ def _rows_numpy(key: torch.Tensor, counter: torch.Tensor, num_words: int) -> tor
 
 
 def _rows_triton(key: torch.Tensor, counter: torch.Tensor, num_words: int) -> torch.Tensor:
+    """`philox_rows` [R, num_words] on a GPU."""
     out = torch.empty((len(key), num_words), dtype=torch.uint32, device=key.device)
     if out.numel():
         grid = (len(key), -(-num_words // (4 * TRITON_BLOCK)))
@@ -179,11 +182,13 @@ def _rows_triton(key: torch.Tensor, counter: torch.Tensor, num_words: int) -> to
 
 
 def _at_torch(key: torch.Tensor, counter: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`philox_at` [R, n] by the definition, on any device."""
     words = torch.stack(philox_ref((index // 4, *counter[:, :, None].unbind(1)), key[:, :, None].unbind(1)), -1)
     return words.gather(-1, (index % 4)[..., None])[..., 0].to(torch.uint32)
 
 
 def _at_numpy(key: torch.Tensor, counter: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`philox_at` [R, n] on a CPU."""
     rows, indices = _numpy_rows(key, counter), index.numpy()
     out = np.empty(indices.shape, np.uint32)
     for r, c in _chunks(*indices.shape):
@@ -193,6 +198,7 @@ def _at_numpy(key: torch.Tensor, counter: torch.Tensor, index: torch.Tensor) -> 
 
 
 def _at_triton(key: torch.Tensor, counter: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`philox_at` [R, n] on a GPU."""
     out = torch.empty(index.shape, dtype=torch.uint32, device=key.device)
     if out.numel():
         grid = (len(key), -(-index.shape[1] // TRITON_BLOCK))

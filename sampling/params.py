@@ -230,15 +230,18 @@ def _soften(rows: torch.Tensor, peak: torch.Tensor, tensors: SamplingTensors) ->
 
 
 def _renormalise(probs: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Rows [R, V] cut to the mask [R, V], each summing to 1 again."""
     kept = probs.masked_fill(~keep, 0.0)
     return kept.div_(kept.sum(-1, keepdim=True))
 
 
 def _keep_min_p(probs: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Mask [R, V] of rows [R, V], min_p [R, 1]."""
     return probs >= probs.amax(-1, keepdim=True) * min_p.to(probs.dtype)
 
 
 def _keep_top_k(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Mask [R, V] of rows [R, V], top_k [R, 1] in 1..V; ties with the k-th stay."""
     largest = probs.topk(int(top_k.max()), dim=-1).values
     return probs >= largest.gather(-1, top_k - 1)
 

@@ -97,16 +97,20 @@ class Proposal(ABC):
         return type(self)(*(select(getattr(self, field.name)) for field in fields(self)))
 
     @abstractmethod
-    def _prob(self, tokens: torch.Tensor) -> torch.Tensor: ...
+    def _prob(self, tokens: torch.Tensor) -> torch.Tensor:
+        """q [B, K] of tokens [B, K], all >= 0. Slots without a draft may hold anything."""
 
     @abstractmethod
-    def _surplus(self, target_probs: torch.Tensor) -> torch.Tensor: ...
+    def _surplus(self, target_probs: torch.Tensor) -> torch.Tensor:
+        """max(p - q, 0), [B, K, V]. Slots without a draft may hold anything."""
 
     @abstractmethod
-    def _overlap(self, target_probs: torch.Tensor) -> torch.Tensor: ...
+    def _overlap(self, target_probs: torch.Tensor) -> torch.Tensor:
+        """sum(min(p, q)), [B, K]. Slots without a draft may hold anything."""
 
     @abstractmethod
-    def _dense(self, vocab_size: int) -> torch.Tensor: ...
+    def _dense(self, vocab_size: int) -> torch.Tensor:
+        """q [B, K, vocab_size]. Slots without a draft may hold anything."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ dense form.
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
+from enum import IntEnum, unique
 
 import torch
 
@@ -28,6 +28,7 @@ _PER_TOKEN, _SINGLE = 0, 1
 SMALL_SUPPORT = 1 / 8
 
 
+@unique
 class Purpose(IntEnum):
     """What a random number decides; a word of the Philox counter."""
 
