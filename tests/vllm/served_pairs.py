@@ -43,7 +43,7 @@ def write_target(folder: Path, vocab_size: int = VOCAB, spread: float = 2.0, see
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.5)
+            layer.self_attn.o_proj.weight.mul_(0.01)
         model.lm_head.weight.mul_(spread)
     model.save_pretrained(folder)
     if vocab_size == VOCAB:
@@ -59,7 +59,7 @@ def follow_logits(target: Path) -> torch.Tensor:
 
 
 def write_drafter(
-    folder: Path, target: Path, packaging: str = "deepspec", changes: Mapping[str, Any] | None = None, rank: int = 24
+    folder: Path, target: Path, packaging: str = "deepspec", changes: Mapping[str, Any] | None = None, rank: int = 28
 ) -> Path:
     """A drafter for `target`; `changes` as in `checkpoints_util`. Every second target id is drafted if the vocabulary is
     reduced."""
@@ -71,11 +71,12 @@ def write_drafter(
         section + "max_position_embeddings": MAX_POSITIONS,
         "mask_token_id": 0,
         "markov_rank": rank,
+        "sample_from_anchor": packaging == "deepspec",
     }
     fitted |= {"num_target_layers": LAYERS} if packaging == "deepspec" else {"draft_vocab_size": vocab_size // 2}
     config = changed(base, fitted | dict(changes or {}))
     weights = random_weights(config)
-    weights["lm_head.weight"] *= 0.5
+    weights["lm_head.weight"] *= 0.05
     if config["markov_rank"]:
         kept = torch.arange(vocab_size)
         if "d2t" in weights:
