@@ -1,10 +1,10 @@
 """The target model: one ragged batch of requests verified in one forward pass.
 
 `Target` is what the generation loop needs of a model; `HFTarget` provides it for any Hugging Face causal LM whose
-layers are all full attention. Rows of a
-batch may have different lengths: each request's keys and values stand at their absolute positions in a `RaggedKV`,
-    and a mask says what each row sees. `verify` writes rows behind the committed ones; only `commit` moves the
-    committed length, so a rejected draft is undone by not committing it.
+layers are full attention or Kimi Delta Attention. Rows of a batch may have different lengths: each request's keys and
+values stand at their absolute positions in a `RaggedKV`, and a mask says what each row sees. `verify` writes rows
+behind the committed ones; only `commit` moves the committed length, so a rejected draft is undone by not committing
+it. Recurrent state, which has no rows, is undone by `dspark.rollback`.
 
 Taps are read by hooks on the decoder layers and index Hugging Face `hidden_states`: 0 = what the first layer
 receives, k = raw output of layer k-1.
@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedM
 from transformers.cache_utils import CacheLayerMixin
 
 from dspark.cache import RaggedKV
+from dspark.recurrent import RECURRENT_TYPES, ReplayLayer, attach
+from dspark.rollback import HybridCache
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class HFTarget:
         self.config = model.config.get_text_config()
         refuse_unsupported_layers(self.config)
         self.layers = decoder_layers(model)
+        self.recurrent = attach(list(self.layers), getattr(self.config, "layer_types", None) or ())
         if model.config._attn_implementation != "sdpa":
             model.set_attn_implementation("sdpa")  # takes the boolean mask of a ragged batch as it is
         self.vocab_size: int = self.config.vocab_size
@@ -183,6 +186,9 @@ class HFTarget:
 
     def new_cache(self, batch_size: int) -> RaggedKV:
         """Empty cache for `batch_size` requests."""
+        if self.recurrent:
+            specs = [layer.spec for layer in self.recurrent.values()]
+            return HybridCache(self.num_layers, batch_size, self.device, specs, tuple(self.recurrent))
         return RaggedKV(self.num_layers, batch_size, self.device)
 
     @torch.inference_mode()
@@ -203,7 +209,8 @@ class HFTarget:
             tokens[row, : len(prompt)] = torch.tensor(list(prompt))
         # Logits only where some prompt ends: a full [B, T, V] would not fit.
         last = sorted({length - 1 for length in lengths})
-        output = self._forward(cache, tokens.to(self.device), torch.tensor(last, device=self.device))
+        keep = torch.tensor(last, device=self.device)
+        output = self._forward(cache, tokens.to(self.device), keep, prompt_lengths=lengths)
         column = torch.tensor([last.index(length - 1) for length in lengths], device=self.device)
         self.commit(cache, lengths)
         return TargetOutput(output.logits[torch.arange(len(prompts), device=self.device), column], output.taps)
@@ -222,12 +229,21 @@ class HFTarget:
         """
         return self._forward(cache, tokens, 0)
 
+    @torch.inference_mode()
     def commit(self, cache: RaggedKV, num_rows: Sequence[int]) -> None:
         """Keep the first `num_rows[b]` rows of the last pass; the others are undone."""
         cache.advance(num_rows)
 
-    def _forward(self, cache: RaggedKV, tokens: torch.Tensor, logits_to_keep: torch.Tensor | int) -> TargetOutput:
+    def _forward(
+        self,
+        cache: RaggedKV,
+        tokens: torch.Tensor,
+        logits_to_keep: torch.Tensor | int,
+        prompt_lengths: list[int] | None = None,
+    ) -> TargetOutput:
         num_rows = tokens.shape[1]
+        if isinstance(cache, HybridCache):
+            cache.recurrent.begin(num_rows, prompt_lengths)
         num_slots = cache.max_length + num_rows
         positions = cache.lengths[:, None] + torch.arange(num_rows, device=tokens.device)
         mask = torch.arange(num_slots, device=tokens.device) <= positions[:, None, :, None]
@@ -282,7 +298,11 @@ class _AttendedLayer(CacheLayerMixin):
 
 class _AttendedCache(Cache):
     def __init__(self, cache: RaggedKV, num_slots: int) -> None:
-        super().__init__(layers=[_AttendedLayer(cache, index, num_slots) for index in range(len(cache.keys))])
+        layers: list[Any] = [_AttendedLayer(cache, index, num_slots) for index in range(len(cache.keys))]
+        if isinstance(cache, HybridCache):
+            for number, index in enumerate(cache.recurrent_layers):
+                layers[index] = ReplayLayer(cache.recurrent, number)
+        super().__init__(layers=layers)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -301,9 +321,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def refuse_unsupported_layers(config: Any) -> None:
-    """Refuse models with state that a cache of keys and values cannot undo (ValueError naming the layer type)."""
+    """Refuse layers that a cache cannot undo (ValueError naming the type); `attach` judges recurrent ones."""
     types = getattr(config, "layer_types", None) or []
-    unsupported = sorted({kind for kind in types if kind != "full_attention"})
+    unsupported = sorted({kind for kind in types if kind != "full_attention" and kind not in RECURRENT_TYPES})
     if not types:
         window = getattr(config, "sliding_window", None)
         if window is not None and getattr(config, "use_sliding_window", True):
@@ -316,7 +336,7 @@ def refuse_unsupported_layers(config: Any) -> None:
         unsupported += [f"recurrent layers ({name})" for name in recurrent]
     if unsupported:
         raise ValueError(
-            f"target {config.model_type!r} has layers of type {', '.join(unsupported)}; only full attention is "
-            "supported: a rejected draft could not be undone in their state, and the output would drift from the "
-            "target's. Choose a full-attention target"
+            f"target {config.model_type!r} has layers of type {', '.join(unsupported)}; supported are "
+            "full attention and Kimi Delta Attention: a rejected draft could not be undone in their state, and the "
+            "output would drift from the target's. Choose another target"
         )
