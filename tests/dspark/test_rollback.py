@@ -1,0 +1,225 @@
+"""The coordinator alone: requests that join, leave, reorder and step by any number of tokens have the state of plain
+decoding."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspark.kernels.kda import Gate, Tokens, kda_scan
+from dspark.rollback import RING_ROWS, HybridCache, RecurrentSpec, RecurrentState
+
+HEADS, KEY_DIM, VALUE_DIM, WIDTH, LAYERS = 2, 5, 3, 4, 2
+FOLDS = pytest.mark.parametrize("defer_folds", [True, False], ids=["fold-when-full", "fold-every-step"])
+
+
+def specs(count=LAYERS):
+    g = torch.Generator().manual_seed(0)
+    draw = [torch.randn(HEADS, KEY_DIM, generator=g, dtype=torch.float64) for _ in range(count)]
+    rate = torch.tensor([-2.0, 0.5], dtype=torch.float64)
+    return [RecurrentSpec(Gate(rate, bias, -5.0), VALUE_DIM, WIDTH, torch.float64, torch.float64) for bias in draw]
+
+
+WEIGHT = torch.randn(specs()[0].channels, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def inputs(seeds, start, count):
+    """Rows [B, count, ...] of each request's line from position `start[b]`; a token's values depend on (seed,
+    position) alone."""
+    rows = []
+    for seed, first in zip(seeds, start, strict=True):
+        width = specs()[0].channels + HEADS * (KEY_DIM + 1)
+        drawn = [
+            torch.randn(width, generator=torch.Generator().manual_seed(seed * 4096 + p), dtype=torch.float64)
+            for p in range(first, first + count)
+        ]
+        rows.append(torch.stack(drawn) if drawn else torch.zeros(0, width, dtype=torch.float64))
+    return torch.stack(rows)
+
+
+def layer_tokens(mixed, rest):
+    """Split convolved channels and the rest of the inputs into a layer's tokens."""
+    batch, count = mixed.shape[:2]
+    query, key, value = mixed.split([HEADS * KEY_DIM, HEADS * KEY_DIM, HEADS * VALUE_DIM], dim=-1)
+    gate, beta = rest.split([HEADS * KEY_DIM, HEADS], dim=-1)
+    shape = (batch, count, HEADS, -1)
+    return Tokens(query.reshape(shape), key.reshape(shape), value.reshape(shape), gate.reshape(shape), beta)
+
+
+def run(state, rows, prompt_lengths=None):
+    """One pass of all layers over inputs [B, T, ...]; returns the outputs of the last layer."""
+    state.begin(rows.shape[1], prompt_lengths)
+    channels = specs()[0].channels
+    for layer in range(LAYERS):
+        mixed = state.convolve(layer, rows[..., :channels], WEIGHT)
+        outputs = state.attend(layer, layer_tokens(mixed, rows[..., channels:]))
+    return outputs
+
+
+def expected(seed, count):
+    """State of each layer and window after the first `count` tokens of a line, by definition."""
+    line, channels = inputs([seed], [0], count), specs()[0].channels
+    padded = torch.cat([torch.zeros(1, WIDTH - 1, channels, dtype=torch.float64), line[..., :channels]], 1)
+    mixed = torch.nn.functional.silu((padded.unfold(1, WIDTH, 1) * WEIGHT).sum(-1)) if count else padded[:, :0]
+    zero = torch.zeros(1, HEADS, VALUE_DIM, KEY_DIM, dtype=torch.float64)
+    tokens = layer_tokens(mixed, line[..., channels:])
+    states = [kda_scan(tokens, spec.gate, zero)[2][:, -1] if count else zero for spec in specs()]
+    return states, padded[:, count:]
+
+
+def check(state, requests):
+    """`requests`: [seed, tokens committed] by row."""
+    for row, (seed, count) in enumerate(requests):
+        states, window = expected(seed, count)
+        copy = RecurrentState(state.specs, 0, "cpu", defer_folds=state.defer_folds)
+        vars(copy).update(vars(state))
+        copy.layers = [type(x)(x.checkpoint.clone(), x.records, x.gate) for x in state.layers]
+        copy.cursor = type(state.cursor)(state.num_slots, state.cursor.capacity, state.cursor.window)
+        copy.cursor.start, copy.cursor.held = state.cursor.start.clone(), state.cursor.held.clone()
+        copy.fold()
+        for layer in range(LAYERS):
+            torch.testing.assert_close(
+                copy.layers[layer].checkpoint[state.slots[row]], states[layer][0], rtol=1e-11, atol=1e-13
+            )
+            assert torch.equal(state.histories(layer)[row], window[0])
+
+
+def admitted(state, requests, joining):
+    """Prefill lines of the given lengths beside the running requests."""
+    fresh = RecurrentState(specs(), len(joining), "cpu", defer_folds=state.defer_folds)
+    run(
+        fresh,
+        inputs([seed for seed, _ in joining], [0] * len(joining), max(n for _, n in joining)),
+        [n for _, n in joining],
+    )
+    fresh.commit([n for _, n in joining])
+    state.append(fresh)
+    return requests + [list(r) for r in joining]
+
+
+@FOLDS
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_sequence_of_passes_is_plain_decoding(defer_folds, data):
+    state, requests, seed = RecurrentState(specs(), 0, "cpu", defer_folds=defer_folds), [], 0
+    for _ in range(data.draw(st.integers(2, 9))):
+        kind = data.draw(st.sampled_from(["join", "step", "step", "step", "step", "leave", "abandon"]))
+        if kind == "join" or not requests:
+            lengths = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+            requests = admitted(state, requests, [(seed + i, n) for i, n in enumerate(lengths)])
+            seed += len(lengths)
+        elif kind == "leave":
+            rows = data.draw(st.permutations(range(len(requests))))[: data.draw(st.integers(0, len(requests)))]
+            state.keep(rows)
+            requests = [requests[row] for row in rows]
+        else:
+            num_tokens = data.draw(st.integers(1, 6))
+            run(state, inputs([s for s, _ in requests], [n for _, n in requests], num_tokens))
+            if kind == "step":
+                kept = [data.draw(st.integers(0, num_tokens)) for _ in requests]
+                state.commit(kept)
+                requests = [[s, n + k] for (s, n), k in zip(requests, kept, strict=True)]
+        check(state, requests)
+
+
+def started(defer_folds=True, lengths=(3, 5)):
+    state = RecurrentState(specs(), 0, "cpu", defer_folds=defer_folds)
+    return state, admitted(state, [], list(enumerate(lengths)))
+
+
+@FOLDS
+def test_verification_changes_nothing_but_records_and_is_repeatable(defer_folds):
+    state, _ = started(defer_folds)
+    rows = inputs([0, 1], [3, 5], 4)
+    first = run(state, rows)
+    committed = [layer.checkpoint.clone() for layer in state.layers]
+    assert torch.equal(run(state, rows), first)
+    assert all(torch.equal(layer.checkpoint, before) for layer, before in zip(state.layers, committed, strict=True))
+    state.commit([0, 0])
+    assert all(torch.equal(layer.checkpoint, before) for layer, before in zip(state.layers, committed, strict=True))
+    assert torch.equal(run(state, rows), first)
+
+
+def test_an_abandoned_pass_that_folded_is_not_folded_again():
+    state, requests = started()
+    while not (state.cursor.held[state.slots] + 2 * 6 > state.cursor.capacity).all() or state.window < 6:
+        run(state, inputs([s for s, _ in requests], [n for _, n in requests], 6))
+        state.commit([6, 6])
+        requests = [[s, n + 6] for s, n in requests]
+    before = [layer.checkpoint.clone() for layer in state.layers]
+    for _ in range(2):
+        run(state, inputs([s for s, _ in requests], [n for _, n in requests], 6))
+    assert not any(torch.equal(layer.checkpoint, old) for layer, old in zip(state.layers, before, strict=True))
+    state.commit([2, 0])
+    check(state, [[requests[0][0], requests[0][1] + 2], requests[1]])
+
+
+def test_rejecting_moves_a_cursor_and_writes_no_state():
+    state, _ = started()
+    run(state, inputs([0, 1], [3, 5], 4))
+    pools = [x for layer in state.layers for x in (layer.checkpoint, *vars(layer.records).values())] + state.rings
+    versions = [pool._version for pool in pools]
+    state.commit([1, 4])
+    assert [pool._version for pool in pools] == versions
+    check(state, [[0, 4], [1, 9]])
+
+
+def test_the_cursor_moves_once_a_step_and_folds_only_when_the_ring_is_full():
+    state, requests = started()
+    folds = 0
+    for _ in range(40):
+        before = state.layers[0].checkpoint.clone()
+        run(state, inputs([s for s, _ in requests], [n for _, n in requests], 5))
+        folds += not torch.equal(before, state.layers[0].checkpoint)
+        state.commit([4, 4])
+        requests = [[s, n + 4] for s, n in requests]
+    check(state, requests)
+    assert folds == 40 // ((RING_ROWS - 2 * 5) // 4 + 1)
+
+
+@FOLDS
+def test_wider_steps_than_ever_before_make_room(defer_folds):
+    state, requests = started(defer_folds)
+    for num_tokens in (1, 2, 9, 40, 3):
+        run(state, inputs([s for s, _ in requests], [n for _, n in requests], num_tokens))
+        kept = [num_tokens // 2, num_tokens]
+        state.commit(kept)
+        requests = [[s, n + k] for (s, n), k in zip(requests, kept, strict=True)]
+        check(state, requests)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    state, _ = started(lengths=(3, 5, 2))
+    together = run(state, inputs([0, 1, 2], [3, 5, 2], 4))
+    state.keep([2, 0])
+    assert torch.equal(run(state, inputs([2, 0], [2, 3], 4)), together[[2, 0]])
+
+
+def test_wrong_commits_are_named_and_change_nothing():
+    state, requests = started()
+    with pytest.raises(ValueError, match="no pass to commit"):
+        state.commit([1, 1])
+    run(state, inputs([0, 1], [3, 5], 4))
+    for bad in ([5, 0], [0, -1]):
+        with pytest.raises(ValueError, match=r"within 0\.\.4"):
+            state.commit(bad)
+    check(state, requests)
+    state.commit([4, 0])
+    with pytest.raises(ValueError, match="committing twice"):
+        state.commit([4, 0])
+    fresh = RecurrentState(specs(), 1, "cpu")
+    run(fresh, inputs([0], [0], 4), [4])
+    with pytest.raises(ValueError, match="expected 4, the whole prompt"):
+        fresh.commit([3])
+
+
+def test_a_wrong_commit_leaves_attention_and_recurrent_state_together():
+    cache = HybridCache(3, 2, "cpu", specs(), (0, 2))
+    run(cache.recurrent, inputs([0, 1], [0, 0], 4), [4, 2])
+    with pytest.raises(ValueError, match="whole prompt"):
+        cache.advance([4, 4])
+    assert cache.lengths.tolist() == [0, 0]
+    cache.advance([4, 2])
+    assert cache.lengths.tolist() == [4, 2]
+    cache.keep([1])
+    assert (cache.lengths.tolist(), cache.recurrent.slots) == ([2], [1])
