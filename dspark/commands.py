@@ -66,17 +66,22 @@ def generate(options: argparse.Namespace) -> int:
     given = _given(options, SamplingParams)
     params = SamplingParams(**{"temperature": 0.0, "seed": secrets.randbits(SEED_BITS), **given})
     pair = load_pair(options)
+    assert pair.drafter is not None, "only eval has --plain"
     prompt_format = resolve_prompt_format(pair.target, "raw" if options.no_chat else "auto")
     prompt_ids = format_prompt(pair.target, prompt, prompt_format)
-    loop_options = {name: getattr(options, name) for name in ("num_draft_tokens", "drafting") if hasattr(options, name)}
+    loop_options = {
+        "num_draft_tokens": getattr(options, "num_draft_tokens", pair.drafter.config.max_draft_tokens),
+        "drafting": getattr(options, "drafting", EvalSettings.drafting),
+    }
 
     _warm_up(pair, prompt_ids, params, loop_options)
     shown = None if options.json else MarkedWriter(pair.target.decode, sys.stdout)
     drafted = _timed_run(pair.target, pair.drafter, prompt_ids, params, loop_options, shown)
     plain = _timed_run(pair.target, None, prompt_ids, params, {}, None) if options.compare else None
-    report = _generation_report(pair, drafted, plain, params)
     if options.json:
-        print(json.dumps({"command": "generate", "prompt_format": prompt_format.mode, **report}))
+        settings = {"prompt_format": prompt_format.mode, **loop_options}
+        report = _generation_report(pair, drafted, plain, params)
+        print(json.dumps({"command": "generate", **settings, **report}))
         return 0
     _say_generation_report(drafted, plain, params)
     return 0
@@ -142,7 +147,7 @@ def load_pair(options: argparse.Namespace) -> Pair:
     if drafter_path is None:
         return Pair(target, source, None, None)
     if target_name is None and hasattr(options, "drafter"):
-        log.info("no --target was given: %s has to fit the embedded pair's", drafter_path)
+        log.info("no --target was given: %s has to fit the embedded pair's target", drafter_path)
     layout = getattr(options, "layout", None)
     drafter = load_drafter(drafter_path, target=target, device=device, dtype=dtype, layout=layout)
     return Pair(target, source, drafter, drafter_path)

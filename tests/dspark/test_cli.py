@@ -56,6 +56,7 @@ class TestGenerate:
         assert report["target"] == f"local folder {pair[1]}"
         assert report["sampling"]["temperature"] == 0.0
         assert (report["dtype"], report["prompt_format"]) == ("float32", "raw")
+        assert (report["num_draft_tokens"], report["drafting"]) == (4, "probabilistic")
 
     def test_the_length_of_a_draft_can_be_chosen(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
         assert run("generate", *pair, *PROMPT, "--max-new-tokens", "9", "--num-draft-tokens", "1", "--json") == 0
