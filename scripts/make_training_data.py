@@ -286,11 +286,11 @@ def generate(writer: Writer, corpus: Corpus, scripts: ScriptWriter, args: argpar
     print(f"{tokens} tokens in {total:.1f} s: {tokens / total / 1e3:.1f} k tokens/s, {corpus.num_tokens} stored in {corpus.folder}", flush=True)
 
 
-def load(target: str, device: str) -> tuple[HFTarget, str]:
-    """The target in bfloat16 on a GPU and float32 on a CPU, and where it came from in words."""
+def load(target: str, device: str, dtype: str = "auto") -> tuple[HFTarget, str]:
+    """The target, by "auto" in bfloat16 on a GPU and float32 on a CPU, and where it came from in words."""
     location = resolve_default_target(None if target == "default" else target)
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return load_target(location, dtype=dtype, device=device), location.source
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+    return load_target(location, dtype=getattr(torch, dtype), device=device), location.source
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
