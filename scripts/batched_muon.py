@@ -1,8 +1,11 @@
-"""Muon for many small matrices: the same update as `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, one batched product for all matrices of a shape.
+"""Muon for many small matrices: the same update as `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, one
+batched product for all matrices of a shape.
 
-A drafter has some twenty matrices of five shapes; one after the other their Newton-Schulz products are five hundred launches of microseconds each, a tenth of a training step.
+A drafter has some twenty matrices of five shapes; one after the other their Newton-Schulz products are five hundred
+launches of microseconds each, a tenth of a training step.
 
-Source: K. Jordan, Muon (the quintic iteration and its coefficients); the factor on the learning rate is that of Moonshot's "Muon is scalable for LLM training".
+Source: K. Jordan, Muon (the quintic iteration and its coefficients); the factor on the learning rate is that of
+Moonshot's "Muon is scalable for LLM training".
 """
 
 import math
@@ -31,7 +34,9 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 class BatchedMuon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised; every parameter is a matrix and has a gradient at every step."""
 
-    def __init__(self, params: Iterable[torch.Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Iterable[torch.Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+    ) -> None:
         """As `torch.optim.Muon`."""
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 

@@ -1,12 +1,16 @@
-"""The differentiable side of a drafter: blocks at chosen anchors, attention over their context, and the loss over the vocabulary.
+"""The differentiable side of a drafter: blocks at chosen anchors, attention over their context, and the loss over the
+vocabulary.
 
-For an anchor at position s of a sequence, rows k = 0..B-1 of its block carry [anchor, mask, ...], stand at positions s + k, see the context features of positions 0..s-1 and
-their own block, and predict the token at s + 1 + k. With p the target's distribution there and q the drafter's, Markov bias of the true previous token included,
+For an anchor at position s of a sequence, rows k = 0..B-1 of its block carry [anchor, mask, ...], stand at positions s
++ k, see the context features of positions 0..s-1 and their own block, and predict the token at s + 1 + k. With p the
+target's distribution there and q the drafter's, Markov bias of the true previous token included,
 
-    loss = sum_rows w (0.1 CE(q, token) + 0.9 TV(p, q) + c BCE(confidence, 1 - TV)) / sum_rows w,     w = exp(-k / 4),     TV = sum |p - q| / 2.
+    loss = sum_rows w (0.1 CE(q, token) + 0.9 TV(p, q) + c BCE(confidence, 1 - TV)) / sum_rows w,     w = exp(-k / 4),
+    TV = sum |p - q| / 2.
 
-1 - TV is the probability that rejection sampling keeps the draft. A row counts only if all labels of its block up to its own are part of the answer that the anchor is in: no block
-crosses into another turn or document. Sequences lie end to end in one list of M rows, blocks in one list of R rows, so every shape is the same whatever the length of the
+1 - TV is the probability that rejection sampling keeps the draft. A row counts only if all labels of its block up to
+its own are part of the answer that the anchor is in: no block crosses into another turn or document. Sequences lie end
+to end in one list of M rows, blocks in one list of R rows, so every shape is the same whatever the length of the
 sequences. The layers are those of `dspark.drafter.Drafter`, called with an attention over many blocks at once.
 """
 
@@ -57,9 +61,10 @@ def choose_anchors(
     Args:
         answer: [N, L] bool.
         num_anchors: A, for each sequence.
+        generator: of the tensors' device.
 
     Returns:
-        positions [N, A], ascending, and whether each is an anchor at all ([N, A] bool: a short answer has fewer than A).
+        positions [N, A], ascending, and whether each is an anchor at all ([N, A] bool: a short answer has fewer).
     """
     possible = answer & answer.roll(-1, dims=1)
     possible[:, -1] = False
@@ -69,7 +74,11 @@ def choose_anchors(
 
 
 def make_blocks(
-    tokens: torch.Tensor, answer: torch.Tensor, anchors: tuple[torch.Tensor, torch.Tensor], block_size: int, mask_id: int
+    tokens: torch.Tensor,
+    answer: torch.Tensor,
+    anchors: tuple[torch.Tensor, torch.Tensor],
+    block_size: int,
+    mask_id: int,
 ) -> Blocks:
     """Lay out the blocks of `choose_anchors` over tokens [N, L] with answer mask [N, L]."""
     positions, possible = anchors
@@ -81,7 +90,7 @@ def make_blocks(
     rows = before + length * torch.arange(num_sequences, device=tokens.device)[:, None, None]
     in_answer = answer.flatten()[rows + 1] & inside & possible[:, :, None]
     previous = tokens.flatten()[rows]
-    inputs = torch.where(offsets == 0, previous, mask_id)
+    inputs = previous.masked_fill(offsets > 0, mask_id)
     return Blocks(
         positions=positions,
         inputs=inputs.flatten(),
@@ -96,7 +105,10 @@ Attend = Callable[..., torch.Tensor]
 
 
 def dense_attention(
-    queries: torch.Tensor, context: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
+    queries: torch.Tensor,
+    context: tuple[torch.Tensor, torch.Tensor],
+    own: tuple[torch.Tensor, torch.Tensor],
+    mask: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of block rows, one dense mask for each sequence; right anywhere, and fast only for tiny inputs.
 
@@ -131,7 +143,10 @@ def dense_mask(blocks: Blocks, length: int, block_size: int) -> torch.Tensor:
 
 
 def sparse_attention(
-    queries: torch.Tensor, context: tuple[torch.Tensor, torch.Tensor], own: tuple[torch.Tensor, torch.Tensor], mask: BlockMask
+    queries: torch.Tensor,
+    context: tuple[torch.Tensor, torch.Tensor],
+    own: tuple[torch.Tensor, torch.Tensor],
+    mask: BlockMask,
 ) -> torch.Tensor:
     """`dense_attention` in one launch over all sequences, which skips the tiles that `SparseMask` leaves out."""
     keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(context, own, strict=True))
@@ -140,10 +155,12 @@ def sparse_attention(
 
 
 class SparseMask:
-    """Builds flex_attention's mask over keys [context rows 0..M-1, block rows M..M+R-1] from sorted anchors, without ever forming the [R, M + R] mask.
+    """Builds flex_attention's mask over keys [context rows 0..M-1, block rows M..M+R-1] from sorted anchors, without
+    ever forming the [R, M + R] mask.
 
-    A block sees the interval [start of its sequence, its anchor) of the context rows; a tile of TILE keys is visited if the interval of any block of the query tile touches it. The two
-    bounds live in fixed tensors: the mask function is then one object for all steps, and compiled code that holds it is compiled once.
+    A block sees the interval [start of its sequence, its anchor) of the context rows; a tile of TILE keys is visited if
+    the interval of any block of the query tile touches it. The two bounds live in fixed tensors: the mask function is
+    then one object for all steps, and compiled code that holds it is compiled once.
     """
 
     def __init__(self, num_context: int, num_rows: int, block_size: int, device: torch.device) -> None:
@@ -154,7 +171,8 @@ class SparseMask:
         """
         if num_context % TILE or num_rows % TILE or TILE % block_size:
             raise ValueError(
-                f"{num_context} tokens and {num_rows} block rows a batch with blocks of {block_size}: the sparse attention needs multiples of {TILE}. Change "
+                f"{num_context} tokens and {num_rows} block rows a batch with blocks of {block_size}: the sparse "
+                f"attention needs multiples of {TILE}. Change "
                 "--batch-tokens, or use --attention dense"
             )
         self.num_context, self.num_rows, self.block_size = num_context, num_rows, block_size
@@ -210,8 +228,10 @@ def block_hidden(
         drafter: its layers are used; its cache and sampling are not.
         taps: [1, M, num_taps * target hidden].
         embedded: [1, R, hidden], embeddings of the blocks' input tokens.
-        context_tables, block_tables: RoPE of the M context and R block rows.
-        attend: `dense_attention` or `sparse_attention`, with its `mask`.
+        context_tables: RoPE of the M context rows.
+        block_tables: RoPE of the R block rows.
+        attend: `dense_attention` or `sparse_attention`.
+        mask: the mask that goes with it.
 
     Returns:
         [R, hidden] after the final norm.
@@ -235,7 +255,8 @@ def row_gradients(
     With s = sign(q - p) / 2:   d CE / d z = q - onehot(label),   d TV / d z = q (s - sum_v q s).
 
     Args:
-        target_logits, draft_logits: [C, V].
+        target_logits: [C, V].
+        draft_logits: [C, V].
         labels: [C].
         weights: [C] float, factor of each row in the total loss.
 
@@ -254,7 +275,9 @@ def row_gradients(
 
 
 class VocabularyLoss(torch.autograd.Function):
-    """sum_rows weights (0.1 CE + 0.9 TV), chunk by chunk; the gradient is computed with the loss, and the logits of a chunk are dropped before the next."""
+    """sum_rows weights (0.1 CE + 0.9 TV), chunk by chunk; the gradient is computed with the loss, and the logits of a
+    chunk are dropped before the next.
+    """
 
     @staticmethod
     def forward(
@@ -270,11 +293,13 @@ class VocabularyLoss(torch.autograd.Function):
         """The loss and TV [R].
 
         Args:
+            ctx: keeps the gradients.
             hidden: [R, hidden].
             embedded: [R, rank], W1 row of the previous token, in the dtype of `hidden`.
             markov_w2: [V, rank], master weights.
             target_hidden: [M, hidden] normed target states.
-            head: [V, hidden + rank] scratch, the frozen output head in its first columns; the others are overwritten by W2. One product then gives the corrected logits.
+            head: [V, hidden + rank] scratch, the frozen output head in its first columns; the others are overwritten by
+                W2. One product then gives the corrected logits.
             rows: target rows [R] int64, labels [R], weights [R].
             gradients: `row_gradients`, perhaps compiled.
         """

@@ -1,10 +1,13 @@
-"""Attention of one new token per row over a cache in which every row has its own length, and the write of its key and value.
+"""Attention of one new token per row over a cache in which every row has its own length, and the write of its key and
+value.
 
-    cache[b, h, pos_b] = (k, v);   out = softmax(scale * q . K[b, h, 0..pos_b]) V[b, h, 0..pos_b]        for the group of query heads of kv head h
+    cache[b, h, pos_b] = (k, v);   out = softmax(scale * q . K[b, h, 0..pos_b]) V[b, h, 0..pos_b]        for the group
+    of query heads of kv head h
 
-One program owns one (row, kv head): it reads that cache once for the whole group, so a step moves each cached byte once, and the new key never has to be read
-back. Rows may stand at any position, which is what lets data generation hand a finished row its next document at once. The tensor product is padded from
-`group` to 16 rows, the smallest that the matrix units take.
+One program owns one (row, kv head): it reads that cache once for the whole group, so a step moves each cached byte
+once, and the new key never has to be read back. Rows may stand at any position, which is what lets data generation hand
+a finished row its next document at once. The tensor product is padded from `group` to 16 rows, the smallest that the
+matrix units take.
 """
 
 import torch
@@ -32,7 +35,8 @@ def decode_attention_ref(
 
     Args:
         queries: [B, heads, d], rotated; heads of one group are neighbours.
-        keys, values: [B, kv heads, d] of the new token.
+        keys: [B, kv heads, d] of the new token, rotated.
+        values: [B, kv heads, d] of the new token.
         caches: keys and values, [B, kv heads, T, d] each, changed at `positions`.
         positions: [B] integer, position of the new token, below T.
 
@@ -52,12 +56,14 @@ def decode_attention_ref(
 if triton is not None:
 
     @triton.jit
-    def _decode_attention_kernel(
+    def _decode_attention_kernel(  # noqa: PLR0913 - pointers, sizes and block shapes
         queries, keys, values, key_cache, value_cache, positions, out,
         scale, num_slots,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        pair = tl.program_id(0).to(tl.int64)  # row * KV_HEADS + kv head: also the row of every [B, kv heads, ...] tensor
+        pair = tl.program_id(0).to(
+            tl.int64
+        )  # row * KV_HEADS + kv head: also the row of every [B, kv heads, ...] tensor
         position = tl.load(positions + pair // KV_HEADS)
         head, dim = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
         cell = (pair * GROUP + head[:, None]) * HEAD_DIM + dim[None, :]
@@ -95,7 +101,9 @@ def decode_attention(
     positions: torch.Tensor,
     setting: tuple[int, int, int] = SETTINGS[0],
 ) -> torch.Tensor:
-    """`decode_attention_ref` in one Triton launch; all tensors contiguous, `positions` int32, d a power of two of at least 16."""
+    """`decode_attention_ref` in one Triton launch; all tensors contiguous, `positions` int32, d a power of two of at
+    least 16.
+    """
     batch_size, kv_heads, num_slots, head_dim = caches[0].shape
     out = torch.empty_like(queries)
     block, warps, stages = setting
@@ -118,7 +126,10 @@ def fastest_setting(caches: tuple[torch.Tensor, torch.Tensor], heads: int) -> tu
     """
     keys, values = caches
     batch_size, kv_heads, num_slots, head_dim = keys.shape
-    rows = [torch.randn(batch_size, count, head_dim, device=keys.device).to(keys.dtype) for count in (heads, kv_heads, kv_heads)]
+    rows = [
+        torch.randn(batch_size, count, head_dim, device=keys.device).to(keys.dtype)
+        for count in (heads, kv_heads, kv_heads)
+    ]
     positions = torch.full((batch_size,), num_slots // 2, dtype=torch.int32, device=keys.device)
     keys.normal_()
     values.normal_()
@@ -129,7 +140,9 @@ def fastest_setting(caches: tuple[torch.Tensor, torch.Tensor], heads: int) -> tu
     for setting in SETTINGS:
         error = (decode_attention(*rows, caches, positions, setting)[:32].float() - expected).norm() / expected.norm()
         if not error < 0.02:
-            raise ValueError(f"decode_attention {setting} differs from its reference by {error:.3g}; use --attention torch")
+            raise ValueError(
+                f"decode_attention {setting} differs from its reference by {error:.3g}; use --attention torch"
+            )
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(10):

@@ -3,14 +3,16 @@
     python scripts/make_training_data.py --target default --out /tmp/data --minutes 3.7 --device cuda
     python scripts/make_training_data.py --target MODEL_DIR --out /tmp/data --tokens 20000 --rows 16 --max-length 96
 
-Every document is a *script*: forced tokens (chat template, templated request) and places where the target samples until its stop token (`prompts.py`). A fixed
-number of rows decodes in step, one token each a step; a row whose document ended starts the next one in the step after, so no row waits and no shape changes,
-and one step is one CUDA graph. The noise is a hash of (seed, document, position, token): a document's text does not depend on what ran beside it.
+Every document is a *script*: forced tokens (chat template, templated request) and places where the target samples until
+its stop token (`prompts.py`). A fixed number of rows decodes in step, one token each a step; a row whose document ended
+starts the next one in the step after, so no row waits and no shape changes, and one step is one CUDA graph. The noise
+is a hash of (seed, document, position, token): a document's text does not depend on what ran beside it.
 
-Output: DIR/shard-NNNNN.safetensors (tokens, answer mask, offsets; see `write_shard`) and DIR/manifest.json. Documents enter shards in order, so a run that
-is started again goes on behind its last shard.
+Output: DIR/shard-NNNNN.safetensors (tokens, answer mask, offsets; see `write_shard`) and DIR/manifest.json. Documents
+enter shards in order, so a run that is started again goes on behind its last shard.
 
-Cost of a token of SmolLM2-135M at 300 cached positions: 0.27 GFLOP and, in bfloat16, 6.9 MB of cache. Reading the cache bounds it: 4 TB/s would allow 580k tokens/s.
+Cost of a token of SmolLM2-135M at 300 cached positions: 0.27 GFLOP and, in bfloat16, 6.9 MB of cache. Reading the cache
+bounds it: 4 TB/s would allow 580k tokens/s.
 """
 
 import argparse
@@ -36,6 +38,9 @@ from dspark.target import HFTarget
 USER_TURN_MIN_P = 0.02  # keeps invented requests readable; answers are sampled from the whole distribution
 MIN_ANSWER_TOKENS = 9  # a document with fewer has no room for one block behind an anchor
 STEPS_PER_CHECK = 64
+# A small target that does not sample at temperature 1 tends to repeat itself until it is stopped: such a document is
+# cut after so many tokens behind what its script forces.
+COOL_SAMPLED_TOKENS = 320
 MANIFEST = "manifest.json"
 
 
@@ -46,7 +51,9 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def sample_tokens(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def sample_tokens(
+    logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
     """Draw one token a row by the Gumbel race; at temperature 0 the same formula is the argmax.
 
     Args:
@@ -72,7 +79,9 @@ def sample_tokens(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.
 class Writer:
     """B rows that decode scripts; all state is on the device, and the host looks at it every STEPS_PER_CHECK steps."""
 
-    def __init__(self, stack: TargetStack, stop_ids: tuple[int, ...], args: argparse.Namespace, first_document: int) -> None:
+    def __init__(
+        self, stack: TargetStack, stop_ids: tuple[int, ...], args: argparse.Namespace, first_document: int
+    ) -> None:
         """Allocate caches for `args.rows` rows of `args.max_length` and script space for `args.documents` documents."""
         self.stack, self.length, self.seed = stack, args.max_length, args.seed
         device, rows, space = stack.device, args.rows, args.documents
@@ -82,6 +91,7 @@ class Writer:
         self.scripts = torch.full((space + 1, args.max_script), END, dtype=torch.int32, device=device)
         self.scripts[space, 0] = 0
         self.temperatures = torch.zeros(space + 1, device=device)
+        self.limits = torch.full((space + 1,), self.length, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(space + 1, self.length, dtype=torch.int32, device=device)
         self.kinds = torch.zeros(space + 1, self.length, dtype=torch.uint8, device=device)
         self.lengths = torch.zeros(space + 1, **integers)
@@ -100,7 +110,9 @@ class Writer:
         ]
         self.tables = stack.rotary_tables(self.length)
         self.attention: Callable[..., torch.Tensor] = decode_attention_ref
-        self.sample: Callable[..., torch.Tensor] = torch.compile(sample_tokens, dynamic=False) if args.compile else sample_tokens
+        self.sample: Callable[..., torch.Tensor] = (
+            torch.compile(sample_tokens, dynamic=False) if args.compile else sample_tokens
+        )
         if args.attention == "triton":
             setting, timings = SETTINGS[0], "not timed"
             if device.type == "cuda":
@@ -112,11 +124,17 @@ class Writer:
         """Queue documents behind those already queued."""
         start = int(self.available)
         padded = np.full((len(scripts), self.scripts.shape[1]), END, dtype=np.int32)
-        for row, (entries, _) in enumerate(scripts):
+        limits = np.full(len(scripts), self.length, dtype=np.int32)
+        for row, (entries, temperature) in enumerate(scripts):
             padded[row, : len(entries)] = entries
+            if temperature < 1:
+                limits[row] = min(len(entries) + COOL_SAMPLED_TOKENS, self.length)
         stop = start + len(scripts)
         self.scripts[start:stop] = torch.from_numpy(padded).to(self.scripts.device)
-        self.temperatures[start:stop] = torch.tensor([temperature for _, temperature in scripts]).to(self.scripts.device)
+        self.limits[start:stop] = torch.from_numpy(limits).to(self.scripts.device)
+        self.temperatures[start:stop] = torch.tensor([temperature for _, temperature in scripts]).to(
+            self.scripts.device
+        )
         self.available.fill_(stop)
 
     @torch.no_grad()
@@ -129,8 +147,8 @@ class Writer:
         entry = self.scripts[self.document, self.pointer]
         key = _mix(_mix((self.document + self.first_document).int() * 668265263 + self.seed) + self.positions)
         answering = entry != USER
-        temperature = torch.where(answering, self.temperatures[self.document], 1.0)
-        min_p = torch.where(answering, 0.0, USER_TURN_MIN_P)
+        temperature = self.temperatures[self.document].masked_fill(~answering, 1.0)
+        min_p = (~answering).float() * USER_TURN_MIN_P
         sampled = self.sample(F.linear(self.stack.final(x), self.stack.head), temperature, min_p, key)
         self._advance(entry, sampled)
 
@@ -145,13 +163,17 @@ class Writer:
         self.positions += 1
         place = (self.document, self.positions.long())
         self.tokens[place] = token.int()
-        self.kinds[place] = torch.where(is_sampled, -entry, 0).to(torch.uint8)
+        self.kinds[place] = (-entry).clamp_min(0).to(torch.uint8)  # USER and ANSWER as 1 and 2, forced tokens as 0
         self.lengths[self.document] = self.positions.long() + 1
         idle = self.lengths.shape[0] - 1
-        ended = (self.scripts[self.document, self.pointer] == END) | (self.positions + 1 >= self.length) | (self.document == idle)
+        ended = (
+            (self.scripts[self.document, self.pointer] == END)
+            | (self.positions + 1 >= self.limits[self.document])
+            | (self.document == idle)
+        )
         taken = self.next_document + ended.cumsum(0) - 1
         self.next_document.copy_(torch.minimum(self.next_document + ended.sum(), self.available))
-        self.document.copy_(torch.where(ended, torch.where(taken < self.available, taken, idle), self.document))
+        self.document.copy_(torch.where(ended, taken.masked_fill(taken >= self.available, idle), self.document))
         self.pointer.masked_fill_(ended, 1)
         self.positions.masked_fill_(ended, 0)
         self.current.copy_(torch.where(ended, self.scripts[self.document, 0].long(), token))
@@ -166,10 +188,11 @@ class Writer:
 
 
 def write_shard(writer: Writer, first: int, last: int, path: Path) -> dict[str, Any]:
-    """Store documents [first, last) of the queue, without those that hold too few answer tokens; returns the manifest's entry.
+    """Store documents [first, last) of the queue, without those that hold too few answer tokens; returns the manifest's
+    entry.
 
-    Tensors: `tokens` uint16 (int32 from 65,536 tokens of vocabulary on) and `answer` uint8 (1 = sampled as part of an answer) of all documents end to end; `offsets`
-    int64, document i is offsets[i]:offsets[i + 1].
+    Tensors: `tokens` uint16 (int32 from 65,536 tokens of vocabulary on) and `answer` uint8 (1 = sampled as part of an
+    answer) of all documents end to end; `offsets` int64, document i is offsets[i]:offsets[i + 1].
     """
     lengths = writer.lengths[first:last].cpu().numpy()
     tokens, answer = writer.tokens[first:last].cpu().numpy(), writer.kinds[first:last].cpu().numpy() == -ANSWER
@@ -211,7 +234,10 @@ class Corpus:
         if (folder / MANIFEST).exists():
             self.manifest = json.loads((folder / MANIFEST).read_text())
             if self.manifest["settings"] != settings:
-                raise ValueError(f"{folder} was made with {self.manifest['settings']}, not {settings}: name another folder with --out")
+                raise ValueError(
+                    f"{folder} was made with {self.manifest['settings']}, not {settings}: "
+                    "name another folder with --out"
+                )
 
     @property
     def num_documents(self) -> int:
@@ -256,7 +282,7 @@ def generate(writer: Writer, corpus: Corpus, scripts: ScriptWriter, args: argpar
             return pool.submit(lambda: [scripts(writer.first_document + index) for index in range(start, stop)])
 
         pending = prepare(0)
-        while (available := int(writer.available)) < min(2 * args.rows + args.shard, args.documents):
+        while int(writer.available) < min(args.rows + args.shard, args.documents):
             writer.add_scripts(pending.result())
             pending = prepare(int(writer.available))
         step = stepper(writer, use_graph=writer.stack.device.type == "cuda" and args.graph)
@@ -269,7 +295,11 @@ def generate(writer: Writer, corpus: Corpus, scripts: ScriptWriter, args: argpar
             now = time.perf_counter()
             if now - printed_at > args.print_every:
                 rate = (tokens - printed_tokens) / (now - printed_at)
-                print(f"{now - begin:6.1f} s  {tokens / 1e6:8.2f} M tokens  {started:7d} documents  {rate / 1e3:7.1f} k tokens/s", flush=True)
+                print(
+                    f"{now - begin:6.1f} s  {tokens / 1e6:8.2f} M tokens  {started:7d} documents  "
+                    f"{rate / 1e3:7.1f} k tokens/s",
+                    flush=True,
+                )
                 printed_at, printed_tokens = now, tokens
             done = now - begin > 60 * args.minutes or tokens >= args.tokens or (oldest == available == args.documents)
             while stored < (started if done else oldest - args.shard + 1):
@@ -283,7 +313,11 @@ def generate(writer: Writer, corpus: Corpus, scripts: ScriptWriter, args: argpar
                 pending = prepare(int(writer.available))
         pending.cancel()
     total = time.perf_counter() - begin
-    print(f"{tokens} tokens in {total:.1f} s: {tokens / total / 1e3:.1f} k tokens/s, {corpus.num_tokens} stored in {corpus.folder}", flush=True)
+    print(
+        f"{tokens} tokens in {total:.1f} s: {tokens / total / 1e3:.1f} k tokens/s, {corpus.num_tokens} stored in "
+        f"{corpus.folder}",
+        flush=True,
+    )
 
 
 def load(target: str, device: str, dtype: str = "auto") -> tuple[HFTarget, str]:
@@ -301,7 +335,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this time, start-up not counted")
     parser.add_argument("--tokens", type=float, default=math.inf, help="stop after this many tokens of this run")
-    parser.add_argument("--documents", type=int, default=262144, help="space for this many documents in this run")
+    parser.add_argument("--documents", type=int, default=400_000, help="space for this many documents in this run")
     parser.add_argument("--rows", type=int, default=4096, help="documents written at a time")
     parser.add_argument("--shard", type=int, default=8192, help="documents a file")
     parser.add_argument("--max-length", type=int, default=640, help="positions a document may have")
@@ -316,7 +350,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.attention = args.attention or ("triton" if on_gpu else "torch")
     args.compile = on_gpu if args.compile is None else args.compile
     if args.max_script > args.max_length:
-        parser.error(f"--max-script {args.max_script} exceeds --max-length {args.max_length}: such a document has no room for an answer")
+        parser.error(
+            f"--max-script {args.max_script} exceeds --max-length {args.max_length}: such a document has no room for "
+            "an answer"
+        )
     return args
 
 
@@ -331,7 +368,9 @@ def main(argv: list[str] | None = None) -> int:
     corpus = Corpus(args.out, settings)
     scripts = ScriptWriter(target.tokenizer, args.seed, args.max_script)
     writer = Writer(stack, target.stop_token_ids, args, corpus.num_documents)
-    print(f"{source}; started in {time.perf_counter() - begin:.1f} s, first document {corpus.num_documents}", flush=True)
+    print(
+        f"{source}; started in {time.perf_counter() - begin:.1f} s, first document {corpus.num_documents}", flush=True
+    )
     generate(writer, corpus, scripts, args)
     return 0
 

@@ -5,6 +5,8 @@ phrase, with a digit (`{name2}`) another one. Requests for code carry examples t
 target invents the user's turn from the bare chat prefix. All texts were written for this file; none is from an evaluation set.
 """
 
+# ruff: noqa: E501, SIM905 - tables of text: one template a line, phrases as they are read
+
 import random
 import re
 from collections.abc import Callable
@@ -220,7 +222,9 @@ def stub(rng: random.Random) -> str:
     typing = sorted(set(re.findall(r"List|Dict|Optional", signature + returns)))
     head = f"from typing import {', '.join(typing)}\n\n\n" if typing else ""
     if rng.random() < 0.5:
-        cases = "".join(f"    >>> {name}({value!r})\n    {result!r}\n" for value, result in zip(inputs, results, strict=True))
+        cases = "".join(
+            f"    >>> {name}({value!r})\n    {result!r}\n" for value, result in zip(inputs, results, strict=True)
+        )
     else:
         cases = "".join(f"    {name}({value!r}) == {result!r}\n" for value, result in zip(inputs, results, strict=True))
     return f'{head}def {name}({signature}) -> {returns}:\n    """{rng.choice(["", " "])}{purpose}\n{cases}    """\n'
@@ -252,7 +256,9 @@ class ScriptWriter:
             ValueError: there is no chat template, or turns do not end in the tokenizer's end token.
         """
         if tokenizer is None or not tokenizer.chat_template:
-            raise ValueError("the target's tokenizer has no chat template: the training data are conversations, so it needs one")
+            raise ValueError(
+                "the target's tokenizer has no chat template: the training data are conversations, so it needs one"
+            )
         self.tokenizer, self.seed, self.max_script = tokenizer, seed, max_script
         turns = [{"role": role, "content": SENTINEL} for role in ("user", "assistant", "user")]
         self.opening, self.reply = self._pieces(turns[:1])
@@ -275,14 +281,14 @@ class ScriptWriter:
         rng = random.Random(f"{self.seed} {document}")
         temperature = rng.choices([value for value, _ in TEMPERATURES], [share for _, share in TEMPERATURES])[0]
         while True:
-            script = self._turn(self.opening, INVENTED_SHARE, rng) + [ANSWER]
+            script = [*self._turn(self.opening, rng, None), ANSWER]
             if rng.random() < SECOND_TURN_SHARE:
-                script += self._turn(self.again, INVENTED_SHARE, rng, fill(rng.choice(FOLLOW_UPS), rng))[1:] + [ANSWER]
+                script += [*self._turn(self.again, rng, fill(rng.choice(FOLLOW_UPS), rng))[1:], ANSWER]
             if len(script) < self.max_script:
                 return script, temperature
 
-    def _turn(self, before: str, invented_share: float, rng: random.Random, text: str | None = None) -> list[int]:
-        """Everything from the end of the last turn to the start of the answer."""
-        if rng.random() < invented_share:
-            return self._encode(before) + [USER] + self._encode(self.reply)[1:]
+    def _turn(self, before: str, rng: random.Random, text: str | None) -> list[int]:
+        """Everything from the end of the last turn to the start of the answer; `text` None stands for a new request."""
+        if rng.random() < INVENTED_SHARE:
+            return [*self._encode(before), USER, *self._encode(self.reply)[1:]]
         return self._encode(before + (request(rng) if text is None else text) + self.reply)

@@ -1,8 +1,9 @@
 """The target as a stack of fused matrices, for the two programs that run it over millions of tokens.
 
-Hugging Face's layers launch some twenty kernels each. Here a layer is two functions around its attention, `enter` (norm, one product for q, k and v,
-RoPE) and `leave` (output product, norm, gated MLP), over a flat list of rows: compiled once, they serve every layer, every bucket of sequence lengths in
-training and every decoding step in data generation. Only Llama-type targets are read; anything else is refused.
+Hugging Face's layers launch some twenty kernels each. Here a layer is two functions around its attention, `enter`
+(norm, one product for q, k and v, RoPE) and `leave` (output product, norm, gated MLP), over a flat list of rows:
+compiled once, they serve every layer, every bucket of sequence lengths in training and every decoding step in data
+generation. Only Llama-type targets are read; anything else is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dspark.target import HFTarget
 
-# Flash on a GPU in half precision, the plain product otherwise. The fused kernels that plan per shape would plan anew for each bucket.
+# Flash on a GPU in half precision, the plain product otherwise. The fused kernels that plan per shape would plan anew
+# for each bucket.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
@@ -38,7 +40,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def enter(
-    x: torch.Tensor, norm: torch.Tensor, qkv: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], heads: int, eps: float
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    qkv: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    heads: int,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Residual rows x [M, hidden] -> rotated queries [M, heads, d], rotated keys and values [M, kv heads, d]."""
     cos, sin = tables
@@ -104,7 +111,11 @@ class TargetStack:
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def layer(
-        self, index: int, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], attend: Callable[..., torch.Tensor]
+        self,
+        index: int,
+        x: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        attend: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         """One decoder layer over rows x [M, hidden]; `attend(index, q, k, v)` returns [M, heads * d]."""
         own = self.layers[index]
@@ -122,10 +133,12 @@ class TargetStack:
 
         Args:
             tokens: [N, L] int64.
-            tap_ids: Hugging Face `hidden_states` indices, increasing: k is the raw output of layer k - 1, 0 the embedding.
+            tap_ids: Hugging Face `hidden_states` indices, increasing: k is the raw output of layer k - 1, 0 the
+                embedding.
 
         Returns:
-            taps [N * L, num_taps * hidden] and final normed hidden states [N * L, hidden], row n * L + t for position t of sequence n.
+            taps [N * L, num_taps * hidden] and final normed hidden states [N * L, hidden], row n * L + t for position t
+            of sequence n.
         """
         num_sequences, length = tokens.shape
         tables = tuple(table.repeat(num_sequences, 1, 1) for table in self.rotary_tables(length))
@@ -170,6 +183,7 @@ def refuse_other_forms(config: Any) -> None:
     for name, (value, expected) in facts.items():
         if value != expected:
             raise ValueError(
-                f"the target has {name}={value!r}, and the training programs compute Llama layers with {expected!r} only: "
-                "its hidden states would be wrong, and with them everything the drafter learns. Extend scripts/target_stack.py first"
+                f"the target has {name}={value!r}, and the training programs compute Llama layers with {expected!r} "
+                "only: its hidden states would be wrong, and with them everything the drafter learns. "
+                "Extend scripts/target_stack.py first"
             )

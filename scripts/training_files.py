@@ -1,4 +1,6 @@
-"""What training reads and writes: the token shards of make_training_data.py, and the exported drafter in DeepSpec's Qwen3 packaging."""
+"""What training reads and writes: the token shards of make_training_data.py, and the exported drafter in DeepSpec's
+Qwen3 packaging.
+"""
 
 import json
 from pathlib import Path
@@ -26,13 +28,20 @@ class TrainingData:
             ValueError: no data, or nothing left to train on.
         """
         if not (folder / MANIFEST).is_file():
-            raise ValueError(f"{folder} has no {MANIFEST}: make training data first (scripts/make_training_data.py --out {folder})")
+            raise ValueError(
+                f"{folder} has no {MANIFEST}: make training data first (scripts/make_training_data.py --out {folder})"
+            )
         self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
         shards = [load_file(folder / shard["file"]) for shard in self.manifest["shards"]]
         lengths = np.concatenate([np.diff(shard["offsets"]) for shard in shards])
         if len(lengths) <= num_validation:
-            raise ValueError(f"{folder} holds {len(lengths)} documents, and --validation {num_validation} of them are held out: make more")
-        self.tokens = torch.from_numpy(np.concatenate([shard["tokens"] for shard in shards]).astype(np.int32)).to(device)
+            raise ValueError(
+                f"{folder} holds {len(lengths)} documents, and --validation {num_validation} of them are held out: "
+                "make more"
+            )
+        self.tokens = torch.from_numpy(np.concatenate([shard["tokens"] for shard in shards]).astype(np.int32)).to(
+            device
+        )
         self.answer = torch.from_numpy(np.concatenate([shard["answer"] for shard in shards]).astype(bool)).to(device)
         self.starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)[:-1]])).to(device)
         self.host_lengths = np.minimum(lengths, max_length)
@@ -40,14 +49,19 @@ class TrainingData:
         self.num_training = len(lengths) - num_validation
 
     def batch(self, documents: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Documents [N] as tokens [N, length] int64 (padding is token 0) and answer mask [N, length] bool (False in the padding)."""
+        """Documents [N] as tokens [N, length] int64 (padding is token 0) and answer mask [N, length] bool (False in the
+        padding).
+        """
         place = torch.arange(length, device=documents.device)
         inside = place < self.lengths[documents, None]
         index = (self.starts[documents, None] + place).clamp_max(self.tokens.shape[0] - 1)
-        return torch.where(inside, self.tokens[index], 0).long(), self.answer[index] & inside
+        return self.tokens[index].long().masked_fill(~inside, 0), self.answer[index] & inside
 
-    def batches(self, documents: np.ndarray, buckets: list[int], batch_tokens: int, seed: list[int]) -> list[tuple[int, np.ndarray]]:
-        """All documents once, in batches of one bucket each: (length L, document ids [batch_tokens / L]), shuffled by `seed`.
+    def batches(
+        self, documents: np.ndarray, buckets: list[int], batch_tokens: int, seed: list[int]
+    ) -> list[tuple[int, np.ndarray]]:
+        """All documents once, in batches of one bucket each: (length L, document ids [batch_tokens / L]), shuffled by
+        `seed`.
 
         The last batch of a bucket is filled up with documents from its start.
         """
@@ -64,15 +78,25 @@ class TrainingData:
         """What the model card says about the data."""
         shards = self.manifest["shards"]
         totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "answer_tokens")}
-        return {**self.manifest["settings"], **totals, "generation_s": self.manifest["generation_s"], "shards": len(shards)}
+        return {
+            **self.manifest["settings"],
+            **totals,
+            "generation_s": self.manifest["generation_s"],
+            "shards": len(shards),
+        }
 
 
 def find_buckets(batch_tokens: int, step: int, max_length: int) -> list[int]:
-    """Sequence lengths, multiples of `step`, of which a whole number makes a batch; the last one is at least `max_length`."""
+    """Sequence lengths, multiples of `step`, of which a whole number makes a batch; the last one is at least
+    `max_length`.
+    """
     buckets = [length for length in range(step, batch_tokens + 1, step) if batch_tokens % length == 0]
     enough = next((index for index, length in enumerate(buckets) if length >= max_length), None)
     if enough is None:
-        raise ValueError(f"--batch-tokens {batch_tokens} has no multiple of {step} that divides it and holds {max_length} positions; 23040 has eight below 640")
+        raise ValueError(
+            f"--batch-tokens {batch_tokens} has no multiple of {step} that divides it and holds {max_length} "
+            "positions: 23040 has 640 and seven below"
+        )
     return buckets[: enough + 1]
 
 
@@ -116,7 +140,8 @@ def hub_config(config: DrafterConfig, target: HFTarget) -> dict[str, Any]:
 
 
 def export(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any], record: dict[str, Any]) -> None:
-    """Write config.json, model.safetensors and training.json, each by a rename, so that an interrupted run leaves whole files.
+    """Write config.json, model.safetensors and training.json, each by a rename, so that an interrupted run leaves whole
+    files.
 
     Raises:
         ValueError: the weights are larger than the drafter may be.
@@ -125,7 +150,10 @@ def export(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any
     scratch = folder / "model.safetensors.tmp"
     save_file(weights, scratch, metadata={"format": "pt"})
     if scratch.stat().st_size > MAX_STORED_BYTES:
-        raise ValueError(f"the drafter takes {scratch.stat().st_size} bytes, more than {MAX_STORED_BYTES}: make it narrower (--intermediate, --layers)")
+        raise ValueError(
+            f"the drafter takes {scratch.stat().st_size} bytes, more than {MAX_STORED_BYTES}: make it smaller "
+            "(--intermediate, --layers)"
+        )
     scratch.replace(folder / "model.safetensors")
     for name, content in (("config.json", config), ("training.json", record)):
         (folder / (name + ".tmp")).write_text(json.dumps(content, indent=1) + "\n")

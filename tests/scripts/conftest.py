@@ -1,4 +1,6 @@
-"""A tiny random Llama target with a chat template, saved as a Hugging Face folder, and the scripts folder on the import path."""
+"""A tiny random Llama target with a chat template, saved as a Hugging Face folder, and the scripts folder on the import
+path.
+"""
 
 import sys
 from pathlib import Path

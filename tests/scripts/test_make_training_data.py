@@ -97,7 +97,8 @@ def test_turns_end_at_the_stop_token_and_then_follow_the_script(target: HFTarget
 
 
 def test_sampling_follows_the_distribution() -> None:
-    # chi-square over 8 tokens, 40,000 draws; the bound is passed by chance once in a million seeds, and the seed is fixed
+    # chi-square over 8 tokens, 40,000 draws; the bound is passed by chance once in a million seeds, and the seed is
+    # fixed
     logits = torch.randn(8, generator=torch.Generator().manual_seed(0)).expand(40_000, 8)
     key = torch.arange(40_000, dtype=torch.int32) * 7919
     for temperature in (0.6, 1.0):

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import block_training as bt
+import drafter_trainer
 import make_training_data
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from training_files import TrainingData, find_buckets
 
 from dspark import load_drafter
+from dspark.drafter import Drafter
 from dspark.target import HFTarget
 
 UNFUSED = "ignore:flex_attention called without torch.compile"
@@ -37,55 +39,82 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens.append(rng.integers(4, VOCABULARY, length).astype(np.uint16))
         answers.append(answer)
     offsets = np.concatenate([[0], np.cumsum([len(document) for document in tokens])])
-    save_file({"tokens": np.concatenate(tokens), "answer": np.concatenate(answers), "offsets": offsets}, folder / "shard-00000.safetensors")
-    shard = {"file": "shard-00000.safetensors", "documents": 60, "tokens": int(offsets[-1]), "answer_tokens": sum(int(answer.sum()) for answer in answers)}
-    (folder / "manifest.json").write_text(json.dumps({"settings": {"max_length": 60}, "shards": [shard], "generation_s": 1.0}))
+    save_file(
+        {"tokens": np.concatenate(tokens), "answer": np.concatenate(answers), "offsets": offsets},
+        folder / "shard-00000.safetensors",
+    )
+    shard = {
+        "file": "shard-00000.safetensors",
+        "documents": 60,
+        "tokens": int(offsets[-1]),
+        "answer_tokens": sum(int(answer.sum()) for answer in answers),
+    }
+    (folder / "manifest.json").write_text(
+        json.dumps({"settings": {"max_length": 60}, "shards": [shard], "generation_s": 1.0})
+    )
     return folder
 
 
 def arguments(target_dir: Path, data_dir: Path, out: Path, *extra: str) -> list[str]:
     return [
-        *("--target", str(target_dir), "--data", str(data_dir), "--out", str(out), "--device", "cpu", "--layers", "2", "--intermediate", "40"),
-        *("--target-layers", "0", "2", "3", "--markov-rank", "8", "--mask-token", "3", "--batch-tokens", "256", "--bucket-step", "32"),
-        *("--validation", "12", *extra),
+        *("--target", str(target_dir), "--data", str(data_dir), "--out", str(out), "--device", "cpu"),
+        *("--layers", "2", "--intermediate", "40", "--target-layers", "0", "2", "3", "--markov-rank", "8"),
+        *("--mask-token", "3", "--batch-tokens", "256", "--bucket-step", "32", "--validation", "12", *extra),
     ]  # fmt: skip
 
 
-def trainer(target_dir: Path, data_dir: Path, out: Path, *extra: str) -> tuple[train_drafter.Trainer, HFTarget]:
+def trainer(target_dir: Path, data_dir: Path, out: Path, *extra: str) -> tuple[drafter_trainer.Trainer, HFTarget]:
     args = train_drafter.parse_args(arguments(target_dir, data_dir, out, "--steps", "1", *extra))
     target, _ = make_training_data.load(str(target_dir), "cpu", args.dtype)
     data = TrainingData(data_dir, target.device, args.validation, 60)
-    made = train_drafter.Trainer(target, data, args)
+    made = drafter_trainer.Trainer(target, data, args)
     torch.manual_seed(2)
     with torch.no_grad():  # uneven norms and a Markov bias, so that a step left out shows
         for name, parameter in made.master.named_parameters():
-            parameter += 0.2 * torch.randn_like(parameter) if "norm" in name or "markov_w2" in name or "confidence" in name else 0
+            parameter += (
+                0.2 * torch.randn_like(parameter)
+                if "norm" in name or "markov_w2" in name or "confidence" in name
+                else 0
+            )
     made.measure_taps((64, torch.arange(4)))
     made.refresh_copy()
     return made, target
 
 
 @pytest.mark.parametrize("attention", ["dense", pytest.param("sparse", marks=pytest.mark.filterwarnings(UNFUSED))])
-def test_blocks_equal_drafting_after_the_same_prefix(target_dir: Path, data_dir: Path, tmp_path: Path, attention: str) -> None:
-    """The law of training: for every block, hidden states, corrected logits, confidence and TV are those of the exported drafter on that prefix alone."""
+def test_blocks_equal_drafting_after_the_same_prefix(
+    target_dir: Path, data_dir: Path, tmp_path: Path, attention: str
+) -> None:
+    """The law of training: for every block, hidden states, corrected logits, confidence and TV are those of the
+    exported drafter on that prefix alone.
+    """
     made, target = trainer(target_dir, data_dir, tmp_path, "--attention", attention)
     documents = torch.tensor([0, 5, 17, 44])
     with torch.no_grad():  # flex_attention has no backward pass on a CPU
         _, blocks, outputs = made.forward((64, documents), torch.Generator().manual_seed(0))
     weights = {name: tensor.float() for name, tensor in made.master.state_dict().items()}
     weights["fc.weight"] = weights["fc.weight"] * made.tap_scale
-    drafter = train_drafter.Drafter(made.config).eval()
+    drafter = Drafter(made.config).eval()
     drafter.load_state_dict(weights)
     drafter.share(target.input_embedding, target.output_head, target.vocab_size)
     tokens, answer = made.data.batch(documents, 64)
     target.tap(made.config.tap_ids)
-    rows = {name: value.view(4, 8, 8, *value.shape[1:]) for name, value in outputs.items() if name in {"tv", "confidence", "hidden"}}
+    rows = {
+        name: value.view(4, 8, 8, *value.shape[1:])
+        for name, value in outputs.items()
+        if name in {"tv", "confidence", "hidden"}
+    }
     valid = blocks.valid.view(4, 8, 8)
     for n in range(4):
         reference = target.model(tokens[n : n + 1], output_hidden_states=True)
         probs = reference.logits[0].softmax(-1)
-        taps = torch.cat([reference.hidden_states[tap] if tap < target.num_layers else None for tap in made.config.tap_ids[:-1]], dim=-1)
-        last = made.stack.forward(tokens[n : n + 1], made.config.tap_ids)[0][None, :, -48:]  # Hugging Face has the last layer only after the norm
+        taps = torch.cat(
+            [reference.hidden_states[tap] if tap < target.num_layers else None for tap in made.config.tap_ids[:-1]],
+            dim=-1,
+        )
+        last = made.stack.forward(tokens[n : n + 1], made.config.tap_ids)[0][
+            None, :, -48:
+        ]  # Hugging Face has the last layer only after the norm
         taps = torch.cat([taps, last], dim=-1)
         for a in range(8):
             if not valid[n, a, 0]:
@@ -126,7 +155,9 @@ def test_sparse_and_dense_attention_give_the_same_gradients(target_dir: Path, da
         assert (results[1][name] - gradient).norm() < 1e-2 * gradient.norm(), name
 
 
-@pytest.mark.parametrize(("length", "num_sequences"), [(128, 8), (192, 16), (512, 3)], ids=["one-tile", "straddling", "long"])
+@pytest.mark.parametrize(
+    ("length", "num_sequences"), [(128, 8), (192, 16), (512, 3)], ids=["one-tile", "straddling", "long"]
+)
 def test_sparse_mask_visits_exactly_the_tiles_it_needs(length: int, num_sequences: int) -> None:
     generator = torch.Generator().manual_seed(length)
     answer = torch.rand(num_sequences, length, generator=generator) < 0.9
@@ -144,15 +175,23 @@ def test_sparse_mask_visits_exactly_the_tiles_it_needs(length: int, num_sequence
     visible = mask.visible(None, None, row, key)
     for n in range(num_sequences):
         own = slice(n * length, (n + 1) * length)
-        assert torch.equal(torch.cat([visible[own, own], visible[own, num_rows + n * length : num_rows + (n + 1) * length]], dim=1), dense[n])
+        assert torch.equal(
+            torch.cat([visible[own, own], visible[own, num_rows + n * length : num_rows + (n + 1) * length]], dim=1),
+            dense[n],
+        )
     assert int(visible.sum()) == int(dense.sum())
 
 
 def test_vocabulary_loss_has_the_gradients_of_its_definition() -> None:
     generator = torch.Generator().manual_seed(4)
-    hidden, embedded = (torch.randn(20, size, generator=generator, dtype=torch.float64).requires_grad_() for size in (6, 3))
+    hidden, embedded = (
+        torch.randn(20, size, generator=generator, dtype=torch.float64).requires_grad_() for size in (6, 3)
+    )
     w2 = torch.randn(11, 3, generator=generator, dtype=torch.float64).requires_grad_()
-    target_hidden, head = torch.randn(9, 6, generator=generator).double(), torch.randn(11, 6, generator=generator).double()
+    target_hidden, head = (
+        torch.randn(9, 6, generator=generator).double(),
+        torch.randn(11, 6, generator=generator).double(),
+    )
     target_rows, labels = torch.randint(9, (20,), generator=generator), torch.randint(11, (20,), generator=generator)
     weights = torch.rand(20, generator=generator).double()
     scratch = torch.cat([head, torch.full((11, 3), math.nan, dtype=torch.float64)], dim=1)
@@ -205,7 +244,9 @@ def test_every_document_is_in_an_epoch_and_none_is_cut(data_dir: Path) -> None:
         find_buckets(256, 48, 300)
 
 
-def test_a_run_learns_stops_resumes_and_leaves_a_loadable_drafter(target_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_a_run_learns_stops_resumes_and_leaves_a_loadable_drafter(
+    target_dir: Path, data_dir: Path, tmp_path: Path
+) -> None:
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     assert train_drafter.main(arguments(target_dir, data_dir, straight, "--steps", "30", "--lr", "5e-3")) == 0
     command = arguments(target_dir, data_dir, halves, "--steps", "30", "--lr", "5e-3")
