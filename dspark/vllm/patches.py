@@ -1,4 +1,4 @@
-"""Everything that the plug-in changes in vLLM; three patches, each with its reason. Checked against CHECKED_RELEASES.
+"""Everything that the plug-in changes in vLLM; four patches, each with its reason. Checked against CHECKED_RELEASES.
 
 With another speculative method, or with the V2 model runner (which has its own DSpark), each patched function returns
 what vLLM's own returns.
@@ -7,6 +7,7 @@ what vLLM's own returns.
 from functools import wraps
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 
 CHECKED_RELEASES = ("0.32.0",)
@@ -17,7 +18,7 @@ _MARK = "_patched_by_dspark"
 
 
 def apply_patches() -> None:
-    """Apply 1 and 2 (once per process); 2 applies 3 where it is needed."""
+    """Apply 1 and 2 (once per process); 2 applies 3 and 4 where they are needed."""
     if hasattr(VllmConfig, _MARK):
         return
     setattr(VllmConfig, _MARK, True)
@@ -50,10 +51,10 @@ def _patch_unsupported_features() -> None:
 
 
 def _patch_runner_choice() -> None:
-    """2. Where the choice falls on the V1 runner, it gets our proposer (3).
+    """2. Where the choice falls on the V1 runner, it gets our proposer (3) and a repaired verification (4).
 
-    Every process asks this property before it builds a runner. Patching the runner's module here, and not on loading
-    the plug-in, keeps its import out of processes that run another method.
+    Every process asks this property before it builds a runner. Patching its modules here, and not on loading the
+    plug-in, keeps their import out of processes that run another method.
     """
     vllms_own = VllmConfig.use_v2_model_runner.fget
     assert vllms_own is not None
@@ -63,6 +64,7 @@ def _patch_runner_choice() -> None:
         use_v2 = vllms_own(self)
         if not use_v2 and _uses_method(self):
             _patch_runner_module()
+            _patch_verification()
         return use_v2
 
     VllmConfig.use_v2_model_runner = property(use_v2_model_runner)
@@ -90,3 +92,34 @@ def _patch_runner_module() -> None:
             return super().__new__(cls)
 
     module.EagleProposer = EagleOrDSparkProposer
+
+
+def _patch_verification() -> None:
+    """4. Temperature, top-k and top-p reach the verification of sampled requests on a CPU.
+
+    There `expand_batch_to_tokens` returns memory that was never written: its fallback for machines without Triton fills
+    an int64 copy of the buffer and drops it. Any sampled request, with any speculative method, then gets tokens from
+    another distribution (https://github.com/vllm-project/vllm/issues/55005, open). Greedy requests do not come here.
+    """
+    from vllm.v1.sample import rejection_sampler as module
+
+    module.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """One value per draft token from one per request, as vLLM's function of this name promises.
+
+    Args:
+        x: [B], any type.
+        cu_num_tokens: [B], number of draft tokens of the requests up to and including each.
+        num_tokens: T, their sum.
+        replace_from: a value of x to be replaced.
+        replace_to: its replacement.
+
+    Returns:
+        [T], of x's type.
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
