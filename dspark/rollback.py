@@ -93,6 +93,7 @@ class RecurrentState:
         ]
         self._rows: Rows | None = None  # of the pass under way
         self._fresh = False  # that pass is a prefill
+        self._limits: list[int] = []  # its tokens by row, on the host
 
     @property
     def device(self) -> torch.device:
@@ -111,11 +112,11 @@ class RecurrentState:
         if prompt_lengths is not None:
             self.cursor.reset(slots)
             self._rows = Rows.current(slots, torch.tensor(list(prompt_lengths), dtype=torch.int64, device=self.device))
-            self._fresh = True
+            self._fresh, self._limits = True, list(prompt_lengths)
             return
         if num_tokens > self.window:
             self._widen(num_tokens)
-        num_rows = torch.full_like(slots, num_tokens)
+        num_rows, self._limits = torch.full_like(slots, num_tokens), [num_tokens] * len(self.slots)
         self._rows = self.cursor.plan(slots, num_rows) if self.defer_folds else Rows.current(slots, num_rows)
 
     def _settle(self) -> None:
@@ -145,7 +146,7 @@ class RecurrentState:
         assert self._rows is not None, "a layer ran outside a pass: begin() comes first"
         rows, state = self._rows, self.layers[layer]
         if not self._fresh:
-            return kda_verify(tokens, state, rows)
+            return kda_verify(tokens, state, rows, deferred=self.defer_folds)
         zero = torch.zeros_like(state.checkpoint[:1]).expand(len(rows.slots), -1, -1, -1)
         outputs, final = kda_prefill(tokens, state.gate, zero, rows.num_rows)
         state.checkpoint[rows.slots] = final.to(state.checkpoint.dtype)
@@ -162,8 +163,7 @@ class RecurrentState:
                 "there is no pass to commit: it was committed already, or nothing was verified since; "
                 "committing twice would advance the state twice"
             )
-        limits = self._rows.num_rows.tolist()
-        for row, (count, limit) in enumerate(zip(num_rows, limits, strict=True)):
+        for row, (count, limit) in enumerate(zip(num_rows, self._limits, strict=True)):
             if not 0 <= count <= limit or (self._fresh and count != limit):
                 expected = f"{limit}, the whole prompt" if self._fresh else f"within 0..{limit}"
                 raise ValueError(

@@ -14,6 +14,7 @@ Read `conv_window_ref` first.
 import torch
 import torch.nn.functional as F
 
+from dspark.kernels import HAS_TRITON, tl, triton
 from dspark.kernels.kda import compute_dtype, ring_rows
 
 
@@ -35,6 +36,76 @@ def conv_window_ref(
     row, t = inside.nonzero(as_tuple=True)
     ring[slots[row], ring_rows(cursor, num_tokens, capacity)[row, t]] = inputs[row, t].to(ring.dtype)
     return torch.where(inside[..., None], F.silu(mixed), 0).to(inputs.dtype)
+
+
+# Channels and warps of a program: 128 channels of 16 tokens are 16 float32 a thread, and rows of 256 bytes load whole
+# sectors.
+TILE_CHANNELS, NUM_WARPS = 128, 4
+
+
+@triton.jit
+def _conv_window_kernel(
+    input_ptr, weight_ptr, ring_ptr, slots_ptr, cursor_ptr, num_rows_ptr, out_ptr,
+    num_tokens, channels, capacity, input_stride, ring_stride,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    count = tl.where(slot >= 0, tl.load(num_rows_ptr + row), 0)
+    cursor = tl.load(cursor_ptr + row)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = column < channels
+    ring = ring_ptr + slot * ring_stride + column[None, :]
+    first = row.to(tl.int64) * num_tokens
+    for start in range(0, num_tokens, TOKENS):
+        t = start + tl.arange(0, TOKENS)
+        inside = (t < count)[:, None] & own[None, :]
+        mixed = tl.zeros([TOKENS, BLOCK], tl.float32)
+        for i in tl.static_range(WIDTH):
+            source = t + (i - (WIDTH - 1))  # negative: a row of the history
+            weight = tl.load(weight_ptr + column * WIDTH + i, mask=own, other=0.0).to(tl.float32)
+            old = tl.load(
+                ring + ((cursor + capacity + source) % capacity)[:, None] * channels,
+                mask=inside & (source < 0)[:, None],
+                other=0.0,
+            )
+            new = tl.load(
+                input_ptr + (first + source)[:, None] * input_stride + column[None, :],
+                mask=inside & (source >= 0)[:, None],
+                other=0.0,
+            )
+            mixed += (old.to(tl.float32) + new.to(tl.float32)) * weight[None, :]
+        mixed = mixed / (1.0 + tl.exp(-tl.maximum(mixed, -80.0)))
+        out = out_ptr + (first + t)[:, None] * channels + column[None, :]
+        tl.store(
+            out,
+            tl.where(inside, mixed, 0.0).to(out_ptr.dtype.element_ty),
+            mask=(t < num_tokens)[:, None] & own[None, :],
+        )
+        recorded = tl.load(input_ptr + (first + t)[:, None] * input_stride + column[None, :], mask=inside, other=0.0)
+        tl.store(
+            ring + ((cursor + t) % capacity)[:, None] * channels, recorded.to(ring_ptr.dtype.element_ty), mask=inside
+        )
+
+
+def launch_conv_window(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    ring: torch.Tensor,
+    slots: torch.Tensor,
+    cursor: torch.Tensor,
+    num_rows: torch.Tensor,
+) -> torch.Tensor:
+    """Same contract as `conv_window`, wherever Triton runs."""
+    batch, num_tokens, channels = inputs.shape
+    out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
+    inputs = inputs.flatten(0, 1)
+    _conv_window_kernel[(triton.cdiv(channels, TILE_CHANNELS), batch)](
+        inputs, weight.contiguous(), ring, slots, cursor, num_rows, out,
+        num_tokens, channels, ring.shape[1], inputs.stride(0), ring.stride(0),
+        WIDTH=weight.shape[1], TOKENS=16, BLOCK=TILE_CHANNELS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
 
 
 def conv_window(
@@ -71,4 +142,5 @@ def conv_window(
             f"{weight.shape[1] - 1} need {needed}; "
             "with fewer, a rejected token would overwrite history that rollback still reads"
         )
-    return conv_window_ref(inputs, weight, ring, slots, cursor, num_rows)
+    run = launch_conv_window if ring.is_cuda and HAS_TRITON else conv_window_ref
+    return run(inputs, weight, ring, slots, cursor, num_rows)

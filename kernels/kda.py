@@ -234,22 +234,46 @@ def ring_rows(start: torch.Tensor, count: int, capacity: int) -> torch.Tensor:
     return (start[:, None] + torch.arange(count, device=start.device)) % capacity
 
 
-def check_layers(layers: Sequence[KDALayer]) -> None:
-    """Refuse layers that one launch cannot serve (ValueError): other shapes, strides, dtypes, devices or gate forms."""
+class LayerTable:
+    """Layers that one launch serves: checked once, with the distance of each from the first.
 
-    def form(layer: KDALayer) -> tuple[object, ...]:
-        tensors = (layer.checkpoint, layer.records.correction, layer.records.key, layer.records.gate)
-        described = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        return (*described, layer.gate.dt_bias.shape, layer.gate.lower_bound, layer.gate.a_log is None)
+    `offsets`: [L, 6] int64 on the layers' device, in elements: checkpoint, correction, key, gate, a_log, dt_bias.
+    """
 
-    for index, layer in enumerate(layers):
-        if form(layer) != form(layers[0]):
-            raise ValueError(
-                f"layer {index} differs from layer 0 in shape, stride, dtype, device or gate form, so that one launch "
-                f"cannot serve both; group them"
-            )
-        if layer.checkpoint.stride(-1) != 1:
-            raise ValueError(
-                f"layer {index}: the key axis of its checkpoint must be contiguous, got strides "
-                f"{layer.checkpoint.stride()}"
-            )
+    def __init__(self, layers: Sequence[KDALayer]) -> None:
+        """Take at least one layer.
+
+        Raises:
+            ValueError: the layers differ in shape, stride, dtype, device or gate form, or their storage is not
+            contiguous
+                within a slot.
+        """
+        self.layers = tuple(layers)
+        tensors = [_layer_tensors(layer) for layer in self.layers]
+        for index, (layer, row) in enumerate(zip(self.layers, tensors, strict=True)):
+            form = [(t.shape, t.stride(), t.dtype, t.device) for t in row] + [layer.gate.lower_bound]
+            if index == 0:
+                expected = form
+            elif form != expected:
+                raise ValueError(
+                    f"layer {index} differs from layer 0 in shape, stride, dtype, device or gate form, so that one "
+                    f"launch "
+                    "cannot serve both; give each kind of layer its own call"
+                )
+            for name, tensor in (("checkpoint", row[0]), ("correction", row[1]), ("key", row[2]), ("gate", row[3])):
+                if tensor.numel() and not tensor[0].is_contiguous():
+                    raise ValueError(
+                        f"layer {index}: {name} must be contiguous within a slot, got strides {tensor.stride()}; "
+                        "only the distance between slots may be padded"
+                    )
+        distances = [
+            [(t.data_ptr() - base.data_ptr()) // t.element_size() for t, base in zip(row, tensors[0], strict=True)]
+            for row in tensors
+        ]
+        self.offsets = torch.tensor(distances, dtype=torch.int64, device=self.layers[0].checkpoint.device)
+
+
+def _layer_tensors(layer: KDALayer) -> tuple[torch.Tensor, ...]:
+    gate, records = layer.gate, layer.records
+    rate = gate.dt_bias if gate.a_log is None else gate.a_log
+    return layer.checkpoint, records.correction, records.key, records.gate, rate, gate.dt_bias

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark.kernels.kda import KDALayer, Rows, check_layers, compute_dtype, replay, ring_rows
+from dspark.kernels import HAS_TRITON, tl, triton
+from dspark.kernels.kda import KDALayer, LayerTable, Rows, compute_dtype, replay, ring_rows
+from dspark.kernels.kda_device import head_rate, held_records, replayed
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,134 @@ def kda_commit_ref(
             layer.checkpoint[into] = state
 
 
+# Tile of value channels and warps of a program. 64 x 128 float32 of state is 64 registers a thread with 4 warps, which
+# leaves room for the split halves.
+TILE_V, NUM_WARPS = 64, 4
+
+
+@triton.jit
+def _kda_commit_kernel(
+    state_ptr,
+    correction_ptr,
+    key_ptr,
+    gate_ptr,
+    a_log_ptr,
+    bias_ptr,
+    offsets_ptr,
+    slots_ptr,
+    record_slots_ptr,
+    start_ptr,
+    count_ptr,
+    into_ptr,
+    boundary_into_ptr,
+    boundary_count_ptr,
+    lower_bound,
+    state_stride,
+    correction_stride,
+    record_stride,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HAS_RATE: tl.constexpr,
+    HAS_BOUNDARY: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row, layer, head = tl.program_id(1), tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
+    slot = tl.load(slots_ptr + row).to(tl.int64)  # int64: slots times a state's size overflow int32
+    into = tl.load(into_ptr + row).to(tl.int64)
+    count = tl.load(count_ptr + row)
+    writes = (into >= 0) & ((count > 0) | (into != slot))
+    boundary_into, boundary_count = into * 0 - 1, count * 0
+    if HAS_BOUNDARY:
+        boundary_into = tl.load(boundary_into_ptr + row).to(tl.int64)
+        boundary_count = tl.load(boundary_count_ptr + row)
+    if (slot < 0) | ((writes == 0) & (boundary_into < 0)):
+        return
+    columns = tl.arange(0, BLOCK_K)
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    tile = values[:, None] * KEY_DIM + columns[None, :]
+    inside = (values < VALUE_DIM)[:, None] & (columns < KEY_DIM)[None, :]
+    record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
+    start = tl.load(start_ptr + row)
+    # Each layer lies where it was allocated; the table holds its distance from layer 0 in elements.
+    table = offsets_ptr + layer * 6
+    states = state_ptr + tl.load(table) + head * VALUE_DIM * KEY_DIM
+    corrections = correction_ptr + tl.load(table + 1) + record_slot * correction_stride + head * CAPACITY * VALUE_DIM
+    keys = key_ptr + tl.load(table + 2) + record_slot * record_stride + head * CAPACITY * KEY_DIM
+    gates = gate_ptr + tl.load(table + 3) + record_slot * record_stride + head * CAPACITY * KEY_DIM
+    rate = head_rate(a_log_ptr + tl.load(table + 4), head, HAS_RATE)
+    bias = tl.load(bias_ptr + tl.load(table + 5) + head * KEY_DIM + columns, mask=columns < KEY_DIM, other=0.0)
+    bias = bias.to(tl.float32)
+    state = tl.load(states + slot * state_stride + tile, mask=inside, other=0.0).to(tl.float32)
+
+    if HAS_BOUNDARY:  # noqa: SIM102 (known when compiling, unlike the next)
+        if boundary_into >= 0:
+            weight, decay = held_records(
+                keys, gates, start, boundary_count, columns, bias, rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, ROWS
+            )
+            snapshot = replayed(
+                state, corrections, start, boundary_count, values, weight, decay, CAPACITY, VALUE_DIM, ROWS
+            )
+            tl.store(states + boundary_into * state_stride + tile, snapshot.to(state_ptr.dtype.element_ty), mask=inside)
+    if writes:
+        weight, decay = held_records(
+            keys, gates, start, count, columns, bias, rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, ROWS
+        )
+        final = replayed(state, corrections, start, count, values, weight, decay, CAPACITY, VALUE_DIM, ROWS)
+        tl.store(states + into * state_stride + tile, final.to(state_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_kda_commit(
+    table: LayerTable, rows: Rows, num_records: torch.Tensor, destinations: torch.Tensor, boundary: Boundary | None
+) -> None:
+    """One launch of the kernel for all layers. Same contract as `kda_commit`; runs wherever Triton does, in its
+    interpreter too."""
+    first, records = table.layers[0], table.layers[0].records
+    _, heads, value_dim, key_dim = first.checkpoint.shape
+    block_v = min(TILE_V, max(16, triton.next_power_of_2(value_dim)))
+    grid = (triton.cdiv(value_dim, block_v), len(rows.slots), len(table.layers) * heads)
+    if not (grid[1] and records.capacity):
+        return
+    unused = rows.slots
+    _kda_commit_kernel[grid](
+        first.checkpoint,
+        records.correction,
+        records.key,
+        records.gate,
+        first.gate.dt_bias if first.gate.a_log is None else first.gate.a_log,
+        first.gate.dt_bias,
+        table.offsets,
+        rows.slots,
+        rows.record_slots,
+        rows.start,
+        num_records,
+        destinations,
+        unused if boundary is None else boundary.slots,
+        unused if boundary is None else boundary.num_records,
+        first.gate.lower_bound or 0.0,
+        first.checkpoint.stride(0),
+        records.correction.stride(0),
+        records.key.stride(0),
+        HEADS=heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        CAPACITY=records.capacity,
+        BOUNDED=first.gate.lower_bound is not None,
+        HAS_RATE=first.gate.a_log is not None,
+        HAS_BOUNDARY=boundary is not None,
+        ROWS=max(16, triton.next_power_of_2(records.capacity)),
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
+        BLOCK_V=block_v,
+        num_warps=NUM_WARPS,
+    )
+
+
 def kda_commit(
-    layers: Sequence[KDALayer],
+    layers: Sequence[KDALayer] | LayerTable,
     rows: Rows,
     num_records: torch.Tensor,
     *,
@@ -86,12 +214,13 @@ def kda_commit(
     """Write the state after the accepted records into the checkpoint of every layer.
 
     Args:
-        layers: all layers of one shape; their checkpoints are changed.
+        layers: all layers of one shape, at least one; their checkpoints are changed. A `LayerTable` spares the
+            check and the copy of addresses in every step.
         rows: the step's rows; records are read from ring row `rows.start` on, so the held ones count too.
         num_records: [B] int64, records to fold, from the oldest: `rows.held` plus the rows accepted in this step. 0
             changes nothing. At most the ring's capacity.
         destinations: [B] int64 slots to write, where the state moves to another block; default `rows.slots`. Negative
-            writes nothing.
+            writes nothing. Neither these nor the boundary's slots may be another row's slot.
         boundary: a state at another position to store as well.
 
     Raises:
@@ -99,8 +228,9 @@ def kda_commit(
 
     Source: `kda_commit_ref`.
     """
-    if not layers:
-        return
-    check_layers(layers)
+    table = layers if isinstance(layers, LayerTable) else LayerTable(layers)
     destinations = rows.slots if destinations is None else destinations
-    kda_commit_ref(layers, rows, num_records, destinations, boundary)
+    if table.layers[0].checkpoint.is_cuda and HAS_TRITON:
+        launch_kda_commit(table, rows, num_records, destinations, boundary)
+    else:
+        kda_commit_ref(table.layers, rows, num_records, destinations, boundary)

@@ -19,7 +19,8 @@ from dspark.kernels.kda import Rows
 class RingCursor:
     """Cursors of N slots, shared by all layers of a target: they move once a step, not once a layer.
 
-    `start`, `held`: [N] int64. `capacity` is R and `window` is T, the most tokens a step may have.
+    `start`, `held`: [N + 1] int64, the last for padding rows. `capacity` is R and `window` is T, the most tokens a
+        step may have.
     """
 
     def __init__(self, num_slots: int, capacity: int, window: int, device: torch.device | str = "cpu") -> None:
@@ -34,27 +35,35 @@ class RingCursor:
                 "one window of accepted records and one of new ones"
             )
         self.capacity, self.window = capacity, window
-        self.start = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.held = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._spare = num_slots  # one more than there are: where padding rows write
+        self.start = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.held = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
     def plan(self, slots: torch.Tensor, num_rows: torch.Tensor, *, record_slots: torch.Tensor | None = None) -> Rows:
         """The rows of a step: `slots` [B] int64 (negative for padding), `num_rows` [B] int64, at most `window`.
-        Nothing changes yet."""
+
+        Nothing changes yet. A row without tokens does not fold: verification passes over it.
+        """
         record_slots = slots if record_slots is None else record_slots
         index = record_slots.clamp_min(0)
         start, held = self.start[index], self.held[index]
-        return Rows(slots, record_slots, num_rows, start, held, held + 2 * self.window > self.capacity)
+        return Rows(
+            slots, record_slots, num_rows, start, held, (held + 2 * self.window > self.capacity) & (num_rows > 0)
+        )
 
     def advance(self, rows: Rows, num_accepted: torch.Tensor) -> None:
-        """Keep the first `num_accepted` [B] new records of each row, 0..num_rows: the rest count as never written."""
-        active = (rows.slots >= 0).nonzero()[:, 0]
-        slots, folded = rows.record_slots[active], rows.fold[active]
-        held = rows.held[active]
-        self.start[slots] = (rows.start[active] + torch.where(folded, held, 0)) % self.capacity
-        self.held[slots] = torch.where(folded, 0, held) + num_accepted[active]
+        """Keep the first `num_accepted` [B] new records of each row, 0..num_rows: the rest count as never written.
+
+        Works on device counts without waiting for them.
+        """
+        slots = torch.where(rows.slots >= 0, rows.record_slots, self._spare)
+        self.start[slots] = (rows.start + torch.where(rows.fold, rows.held, 0)) % self.capacity
+        self.held[slots] = torch.where(rows.fold, 0, rows.held) + num_accepted
 
     def reset(self, slots: torch.Tensor) -> None:
-        """Forget the records of `slots` [n]: their checkpoint is current. Every way into a slot goes through here, so
-        that no old record is ever folded."""
+        """Forget the records of `slots` [n]: their checkpoint is current.
+
+        Every way into a slot goes through here, so that no old record is ever folded.
+        """
         self.start[slots] = 0
         self.held[slots] = 0

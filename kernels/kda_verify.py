@@ -10,15 +10,23 @@ Read `kda_verify_ref` first.
 
 import torch
 
+from dspark.kernels import HAS_TRITON, tl, triton
 from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows
+from dspark.kernels.kda_chunk import MAX_TOKENS, flat, launch_kda_chunk
 from dspark.kernels.kda_commit import kda_fold_ref
+from dspark.kernels.kda_device import head_rate, held_records, log_decay, replayed
+
+# Windows up to this take the serial kernel: the chunk's inverse and couplings cost the same for one token as for
+# sixteen.
+SERIAL_TOKENS = 4
+SERIAL_TILE_V, SERIAL_WARPS = 32, 4
 
 
 def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
     """The definition, in PyTorch. Same contract as `kda_verify`."""
     num_tokens, records = tokens.key.shape[1], layer.records
     state = kda_fold_ref(layer, rows, rows.held)
-    active = rows.slots >= 0
+    active = (rows.slots >= 0) & (rows.num_rows > 0)
     inside = (torch.arange(num_tokens, device=active.device) < rows.num_rows[:, None]) & active[:, None]
     folded = (active & rows.fold & (rows.held > 0)).nonzero()[:, 0]
     layer.checkpoint[rows.slots[folded]] = state[folded].to(layer.checkpoint.dtype)
@@ -30,13 +38,118 @@ def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
     return torch.where(inside[:, :, None, None], outputs, 0).to(tokens.value.dtype)
 
 
-def kda_verify(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
+@triton.jit
+def _kda_verify_kernel(
+    query_ptr, key_ptr, value_ptr, gate_ptr, beta_ptr, out_ptr,
+    state_ptr, u_ptr, key_record_ptr, gate_record_ptr, a_log_ptr, bias_ptr,
+    slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr,
+    lower_bound, num_tokens,
+    query_stride, key_stride, value_stride, gate_stride, beta_stride, state_stride, u_stride, record_stride,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, DEFERRED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    count = tl.where(slot >= 0, tl.load(num_rows_ptr + row), 0)
+    columns = tl.arange(0, BLOCK_K)
+    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    own, known = columns < KEY_DIM, values < VALUE_DIM
+    token = row.to(tl.int64) * num_tokens
+    out = out_ptr + (token * HEADS + head) * VALUE_DIM + values
+    for t in range(count, num_tokens):
+        tl.store(out + t * HEADS * VALUE_DIM, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=known)
+    if count == 0:
+        return
+    record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
+    start, held = tl.load(start_ptr + row), tl.load(held_ptr + row)
+    rate = head_rate(a_log_ptr, head, HAS_RATE)
+    bias = tl.load(bias_ptr + head * KEY_DIM + columns, mask=own, other=0.0).to(tl.float32)
+    place = slot * state_stride + (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns[None, :]
+    whole = known[:, None] & own[None, :]
+    state = tl.load(state_ptr + place, mask=whole, other=0.0).to(tl.float32)
+    base = record_slot * record_stride + head * CAPACITY * KEY_DIM
+    u_base = u_ptr + record_slot * u_stride + head * CAPACITY * VALUE_DIM
+    if DEFERRED:
+        weight, before = held_records(
+            key_record_ptr + base, gate_record_ptr + base, start, held, columns, bias, rate, lower_bound,
+            BOUNDED, CAPACITY, KEY_DIM, ROWS,
+        )  # fmt: skip
+        state = replayed(state, u_base, start, held, values, weight, before, CAPACITY, VALUE_DIM, ROWS)
+        if (tl.load(fold_ptr + row) != 0) & (held > 0):
+            tl.store(state_ptr + place, state.to(state_ptr.dtype.element_ty), mask=whole)
+
+    scale = 1.0 / tl.sqrt(KEY_DIM * 1.0)
+    for t in range(count):
+        lane = head * KEY_DIM + columns
+        raw_key = tl.load(key_ptr + (token + t) * key_stride + lane, mask=own, other=0.0)
+        raw_gate = tl.load(gate_ptr + (token + t) * gate_stride + lane, mask=own, other=0.0)
+        query = tl.load(query_ptr + (token + t) * query_stride + lane, mask=own, other=0.0).to(tl.float32)
+        value = tl.load(value_ptr + (token + t) * value_stride + head * VALUE_DIM + values, mask=known, other=0.0)
+        beta = tl.load(beta_ptr + (token + t) * beta_stride + head).to(tl.float32)
+        beta = 1.0 / (1.0 + tl.exp(-tl.maximum(beta, -80.0)))
+        key = raw_key.to(tl.float32)
+        key = key / tl.sqrt(tl.sum(key * key, axis=0) + 1e-6)
+        query = query / tl.sqrt(tl.sum(query * query, axis=0) + 1e-6) * scale
+        decay = log_decay(raw_gate.to(tl.float32) + bias, rate, lower_bound, BOUNDED)
+        state = state * tl.exp(tl.where(own, decay, 0.0))[None, :]
+        correction = beta * (value.to(tl.float32) - tl.sum(state * key[None, :], axis=1))
+        state += correction[:, None] * key[None, :]
+        output = tl.sum(state * query[None, :], axis=1)
+        tl.store(out + t * HEADS * VALUE_DIM, output.to(out_ptr.dtype.element_ty), mask=known)
+        new_row = (start + held + t) % CAPACITY
+        tl.store(u_base + new_row * VALUE_DIM + values, correction.to(u_ptr.dtype.element_ty), mask=known)
+        if tl.program_id(0) == 0:
+            tl.store(
+                key_record_ptr + base + new_row * KEY_DIM + columns,
+                raw_key.to(key_record_ptr.dtype.element_ty),
+                mask=own,
+            )
+            tl.store(
+                gate_record_ptr + base + new_row * KEY_DIM + columns,
+                raw_gate.to(gate_record_ptr.dtype.element_ty),
+                mask=own,
+            )
+
+
+def launch_kda_serial(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
+    """The recurrence token by token in one launch, any T. Same contract as `kda_verify`; `deferred=False` promises
+    that no row holds records."""
+    batch, num_tokens, heads, key_dim = tokens.key.shape
+    value_dim, records, gate = tokens.value.shape[-1], layer.records, layer.gate
+    out = torch.empty_like(tokens.value, memory_format=torch.contiguous_format)
+    block_v = min(SERIAL_TILE_V, max(16, triton.next_power_of_2(value_dim)))
+    inputs = [flat(x) for x in (tokens.query, tokens.key, tokens.value, tokens.gate, tokens.beta)]
+    _kda_verify_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
+        *inputs, out,
+        layer.checkpoint, records.correction, records.key, records.gate,
+        gate.dt_bias if gate.a_log is None else gate.a_log, gate.dt_bias,
+        rows.slots, rows.record_slots, rows.num_rows, rows.start, rows.held, rows.fold,
+        gate.lower_bound or 0.0, num_tokens,
+        *(x.stride(0) for x in inputs), layer.checkpoint.stride(0), records.correction.stride(0), records.key.stride(0),
+        HEADS=heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        CAPACITY=records.capacity,
+        BOUNDED=gate.lower_bound is not None,
+        HAS_RATE=gate.a_log is not None,
+        DEFERRED=deferred,
+        ROWS=max(16, triton.next_power_of_2(records.capacity)),
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
+        BLOCK_V=block_v,
+        num_warps=SERIAL_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def kda_verify(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
     """Outputs of T new tokens a row, with their inputs recorded.
 
     Args:
         tokens: [B, T, ...] of the layer; tokens past a row's `num_rows` may hold anything, NaN too.
         layer: checkpoint and records; only the records change, and the checkpoint of rows that fold.
         rows: where each row's state lies. held + T must not exceed the records' capacity.
+        deferred: False promises that no row holds records, as after `Rows.current`; kernels then skip looking for them.
 
     Returns:
         [B, T, H, V] in the dtype of `tokens.value`; zero past `num_rows` and for padding rows.
@@ -53,4 +166,7 @@ def kda_verify(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
             f"overwrite earlier ones of the same step; "
             "allocate at least as many rows as a step has tokens, twice as many to defer folding"
         )
-    return kda_verify_ref(tokens, layer, rows)
+    if not (layer.checkpoint.is_cuda and HAS_TRITON):
+        return kda_verify_ref(tokens, layer, rows)
+    launch = launch_kda_chunk if SERIAL_TOKENS < num_tokens <= MAX_TOKENS else launch_kda_serial
+    return launch(tokens, layer, rows, deferred=deferred)
