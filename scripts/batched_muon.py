@@ -48,7 +48,7 @@ class BatchedMuon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 alike[parameter.shape].append(parameter)
             for shape, parameters in alike.items():
-                gradients = [parameter.grad for parameter in parameters]
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 buffers = [self._momentum(parameter) for parameter in parameters]
                 torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
                 directions = orthogonalise(torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"])))

@@ -29,7 +29,7 @@ CE_SHARE = 0.1
 DECAY_ROWS = 4.0
 CONFIDENCE_WEIGHT = 0.25
 TILE = 128  # of the sparse attention mask
-NUM_CHUNKS = 8  # of the vocabulary loss: one chunk's logits are in memory at a time
+NUM_CHUNKS = 4  # of the vocabulary loss: one chunk's logits are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,9 @@ def block_hidden(
         [R, hidden] after the final norm.
     """
     features, x = drafter.context_features(taps), embedded
-    for layer in drafter.layers:
-        attention: Any = layer.self_attn
+    layers: Any = drafter.layers
+    for layer in layers:
+        attention = layer.self_attn
         normed = layer.input_layernorm(x)
         context = attention.keys_values(features, *context_tables)
         own = attention.keys_values(normed, *block_tables)

@@ -55,8 +55,10 @@ def drafter_config(args: argparse.Namespace, target: HFTarget) -> DrafterConfig:
 
 
 def initialise(drafter: Drafter, final_norm: torch.Tensor, generator: torch.Generator) -> None:
-    """Fan-in scale, smaller where a layer writes to the residual stream; final norm as the target's; no Markov bias at
-    first.
+    """Fan-in scale, smaller where a layer writes to the residual stream; no Markov bias at first.
+
+    The final norm has the target's profile, since the head is the target's, at half its size: states that know nothing
+    yet should not speak loudly.
     """
     residual = math.sqrt(2 * drafter.config.num_layers)
     for name, parameter in drafter.named_parameters():
@@ -67,7 +69,7 @@ def initialise(drafter: Drafter, final_norm: torch.Tensor, generator: torch.Gene
     assert drafter.markov_head is not None
     assert drafter.confidence_head is not None
     with torch.no_grad():
-        drafter.norm.weight.copy_(final_norm)
+        drafter.norm.weight.copy_(0.5 * final_norm)
     for parameter in (
         drafter.markov_head.markov_w2.weight,
         drafter.confidence_head.proj.weight,
@@ -170,13 +172,14 @@ class Trainer:
             bt.dense_mask(blocks, length, block_size) if self.sparse is None else self.sparse.build(blocks, length)
         )
         row_positions = (blocks.positions[:, :, None] + torch.arange(block_size, device=tokens.device)).flatten()
-        context_tables = tuple(table[:length].repeat(documents.shape[0], 1, 1)[None] for table in self.tables)
+        context_cos, context_sin = (table[:length].repeat(documents.shape[0], 1, 1)[None] for table in self.tables)
+        block_cos, block_sin = (table[row_positions][None] for table in self.tables)
         hidden = self.block_hidden(
             self.copy,
             taps[None],
             F.embedding(blocks.inputs, self.stack.embedding)[None],
-            context_tables,
-            tuple(table[row_positions][None] for table in self.tables),
+            (context_cos, context_sin),
+            (block_cos, block_sin),
             bt.dense_attention if self.sparse is None else bt.sparse_attention,
             mask,
         )

@@ -141,7 +141,7 @@ class TargetStack:
             of sequence n.
         """
         num_sequences, length = tokens.shape
-        tables = tuple(table.repeat(num_sequences, 1, 1) for table in self.rotary_tables(length))
+        cos, sin = (table.repeat(num_sequences, 1, 1) for table in self.rotary_tables(length))
 
         def attend(_: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             q, k, v = (rows.unflatten(0, (num_sequences, length)).transpose(1, 2) for rows in (queries, keys, values))
@@ -152,7 +152,7 @@ class TargetStack:
         states = [x] if 0 in tap_ids else []
         with sdpa_kernel(ATTENTION_BACKENDS):
             for index in range(self.num_layers):
-                x = self.layer(index, x, tables, attend)
+                x = self.layer(index, x, (cos, sin), attend)
                 if index + 1 in tap_ids:
                     states.append(x)
         return torch.cat(states, dim=-1), self.final(x)

@@ -49,8 +49,7 @@ class Run:
         self.num_steps, self.epoch, self.place, self.spent_s = 0, 0, 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.order: list[tuple[int, torch.Tensor]] = []
-        held_out = np.arange(trainer.data.num_training, len(trainer.data.host_lengths))
-        self.validation = self._batches(held_out, [args.seed])[:VALIDATION_BATCHES]
+        self.validation = self._batches(trainer.data.held_out, [args.seed])[:VALIDATION_BATCHES]
 
     def _batches(self, documents: np.ndarray, seed: list[int]) -> list[tuple[int, torch.Tensor]]:
         data, device = self.trainer.data, self.trainer.stack.device
@@ -63,7 +62,7 @@ class Run:
         if not self.order or self.place == len(self.order):
             if self.order:
                 self.epoch, self.place = self.epoch + 1, 0
-            self.order = self._batches(np.arange(self.trainer.data.num_training), [self.args.seed, self.epoch])
+            self.order = self._batches(self.trainer.data.training, [self.args.seed, self.epoch])
         self.place += 1
         return self.order[self.place - 1]
 

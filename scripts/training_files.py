@@ -19,7 +19,11 @@ MAX_STORED_BYTES = 32_000_000
 
 
 class TrainingData:
-    """Documents end to end on the device, the last ones held out for validation."""
+    """Documents end to end on the device. `held_out` numbers those for validation, `training` the others.
+
+    The first ones are held out: they stay the same when more data is made, and the last ones were cut short when data
+    generation stopped.
+    """
 
     def __init__(self, folder: Path, device: torch.device, num_validation: int, max_length: int) -> None:
         """Read every shard that the manifest names; documents are cut at `max_length`.
@@ -46,7 +50,8 @@ class TrainingData:
         self.starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)[:-1]])).to(device)
         self.host_lengths = np.minimum(lengths, max_length)
         self.lengths = torch.from_numpy(self.host_lengths).to(device)
-        self.num_training = len(lengths) - num_validation
+        self.held_out = np.arange(num_validation)
+        self.training = np.arange(num_validation, len(lengths))
 
     def batch(self, documents: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Documents [N] as tokens [N, length] int64 (padding is token 0) and answer mask [N, length] bool (False in the
