@@ -34,6 +34,35 @@ class Boundary:
     num_records: torch.Tensor
 
 
+def block_boundary(
+    computed: torch.Tensor, num_accepted: torch.Tensor, block_slots: torch.Tensor, block_size: int, window: int
+) -> Boundary:
+    """The prefix-cache boundary that a step crosses, if it does.
+
+    Args:
+        computed: [B] int64, tokens of each row before the step.
+        num_accepted: [B] int64, tokens that the step keeps.
+        block_slots: [B] int64, slot of the block that `computed` lies in.
+        block_size: tokens of a block.
+        window: most tokens of a step.
+
+    Returns:
+        For rows that reach the next multiple m of `block_size`: the slot, and the records between `computed` and m.
+        For the others a negative slot. Records that were held before the step come on top of the count.
+
+    Raises:
+        ValueError: a step could cross two boundaries.
+    """
+    if block_size < window:
+        raise ValueError(
+            f"block_size={block_size} is smaller than a step of {window} tokens: one step could cross two boundaries, "
+            f"and the "
+            f"state at the first would be lost; use blocks of at least {window} tokens"
+        )
+    distance = block_size - computed % block_size
+    return Boundary(torch.where(num_accepted >= distance, block_slots, -1), distance)
+
+
 def kda_fold_ref(layer: KDALayer, rows: Rows, num_records: torch.Tensor) -> torch.Tensor:
     """The states after `num_records` [B] records from `rows.start`: [B, H, V, K] float32 or float64. Rows without a
     slot read slot 0."""

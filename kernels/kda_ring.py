@@ -39,17 +39,24 @@ class RingCursor:
         self.start = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.held = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
-    def plan(self, slots: torch.Tensor, num_rows: torch.Tensor, *, record_slots: torch.Tensor | None = None) -> Rows:
-        """The rows of a step: `slots` [B] int64 (negative for padding), `num_rows` [B] int64, at most `window`.
+    def plan(
+        self,
+        slots: torch.Tensor,
+        num_rows: torch.Tensor,
+        *,
+        record_slots: torch.Tensor | None = None,
+        null_slot: int = -1,
+    ) -> Rows:
+        """The rows of a step: `slots` [B] int64, `num_rows` [B] int64, at most `window`; the rest as in `Rows.current`.
 
         Nothing changes yet. A row without tokens does not fold: verification passes over it.
         """
         record_slots = slots if record_slots is None else record_slots
+        slots = torch.where(slots > null_slot, slots, -1)
         index = record_slots.clamp_min(0)
         start, held = self.start[index], self.held[index]
-        return Rows(
-            slots, record_slots, num_rows, start, held, (held + 2 * self.window > self.capacity) & (num_rows > 0)
-        )
+        fold = (held + 2 * self.window > self.capacity) & (num_rows > 0)
+        return Rows(slots, record_slots, num_rows, start, held, fold)
 
     def advance(self, rows: Rows, num_accepted: torch.Tensor) -> None:
         """Keep the first `num_accepted` [B] new records of each row, 0..num_rows: the rest count as never written.

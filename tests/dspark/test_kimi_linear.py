@@ -94,6 +94,34 @@ def test_logits_are_as_near_to_float64_as_those_of_transformers(dtype):
         assert torch.equal(model(prompt).logits, expected)
 
 
+@FOLDS
+def test_what_was_rejected_is_never_read_again(defer_folds, monkeypatch):
+    """Attention rows past the length become large numbers, since a masked NaN would poison a sum; the rest becomes
+    NaN."""
+    target = kimi_target()
+    folding(target, defer_folds, monkeypatch)
+    prompt, first, second = [5, 9, 2, 7], torch.tensor([[3, 8, 1, 1, 1]]), torch.tensor([[4, 6, 10]])
+    logits = []
+    for poison in (False, True):
+        cache = target.new_cache(1)
+        target.prefill(cache, [prompt])
+        target.verify(cache, first)
+        target.commit(cache, [2])
+        assert cache.lengths.tolist() == [len(prompt) + 2]
+        state = cache.recurrent
+        if poison:
+            rows = (state.cursor.start + state.cursor.held)[0] + torch.arange(3)
+            ring_rows = (state.conv_cursor[0] + torch.arange(3)) % state.rings[0].shape[1]
+            for layer, ring in zip(state.layers, state.rings, strict=True):
+                for store in vars(layer.records).values():
+                    store[0, :, rows % store.shape[2]] = float("nan")
+                ring[0, ring_rows] = float("nan")
+            for store in (x for x in cache.keys + cache.values if x is not None):
+                store[:, len(prompt) + 2 :] = 1e6
+        logits.append(target.verify(cache, second).logits)
+    assert torch.equal(*logits)
+
+
 def test_the_state_may_lie_in_any_layer():
     for types in ([ATTENTION, KDA], [KDA, ATTENTION, KDA, KDA, ATTENTION]):
         target = kimi_target(layer_types=types)

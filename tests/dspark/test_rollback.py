@@ -1,59 +1,17 @@
 """The coordinator alone: requests that join, leave, reorder and step by any number of tokens have the state of plain
-decoding."""
+decoding.
+"""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recurrent_cases import HEADS, KEY_DIM, LAYERS, VALUE_DIM, WEIGHT, WIDTH, inputs, layer_tokens, run, specs
 
-from dspark.kernels.kda import Gate, Tokens, kda_scan
-from dspark.rollback import RING_ROWS, HybridCache, RecurrentSpec, RecurrentState
+from dspark.kernels.kda import kda_scan
+from dspark.rollback import RING_ROWS, HybridCache, RecurrentState
 
-HEADS, KEY_DIM, VALUE_DIM, WIDTH, LAYERS = 2, 5, 3, 4, 2
 FOLDS = pytest.mark.parametrize("defer_folds", [True, False], ids=["fold-when-full", "fold-every-step"])
-
-
-def specs(count=LAYERS):
-    g = torch.Generator().manual_seed(0)
-    draw = [torch.randn(HEADS, KEY_DIM, generator=g, dtype=torch.float64) for _ in range(count)]
-    rate = torch.tensor([-2.0, 0.5], dtype=torch.float64)
-    return [RecurrentSpec(Gate(rate, bias, -5.0), VALUE_DIM, WIDTH, torch.float64, torch.float64) for bias in draw]
-
-
-WEIGHT = torch.randn(specs()[0].channels, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def inputs(seeds, start, count):
-    """Rows [B, count, ...] of each request's line from position `start[b]`; a token's values depend on (seed,
-    position) alone."""
-    rows = []
-    for seed, first in zip(seeds, start, strict=True):
-        width = specs()[0].channels + HEADS * (KEY_DIM + 1)
-        drawn = [
-            torch.randn(width, generator=torch.Generator().manual_seed(seed * 4096 + p), dtype=torch.float64)
-            for p in range(first, first + count)
-        ]
-        rows.append(torch.stack(drawn) if drawn else torch.zeros(0, width, dtype=torch.float64))
-    return torch.stack(rows)
-
-
-def layer_tokens(mixed, rest):
-    """Split convolved channels and the rest of the inputs into a layer's tokens."""
-    batch, count = mixed.shape[:2]
-    query, key, value = mixed.split([HEADS * KEY_DIM, HEADS * KEY_DIM, HEADS * VALUE_DIM], dim=-1)
-    gate, beta = rest.split([HEADS * KEY_DIM, HEADS], dim=-1)
-    shape = (batch, count, HEADS, -1)
-    return Tokens(query.reshape(shape), key.reshape(shape), value.reshape(shape), gate.reshape(shape), beta)
-
-
-def run(state, rows, prompt_lengths=None):
-    """One pass of all layers over inputs [B, T, ...]; returns the outputs of the last layer."""
-    state.begin(rows.shape[1], prompt_lengths)
-    channels = specs()[0].channels
-    for layer in range(LAYERS):
-        mixed = state.convolve(layer, rows[..., :channels], WEIGHT)
-        outputs = state.attend(layer, layer_tokens(mixed, rows[..., channels:]))
-    return outputs
 
 
 def expected(seed, count):
@@ -186,6 +144,18 @@ def test_wider_steps_than_ever_before_make_room(defer_folds):
         state.commit(kept)
         requests = [[s, n + k] for (s, n), k in zip(requests, kept, strict=True)]
         check(state, requests)
+
+
+def test_joining_with_records_still_held_and_into_a_used_slot():
+    state, _ = started(lengths=(3, 5, 2))
+    run(state, inputs([0, 1, 2], [3, 5, 2], 4))
+    state.commit([4, 4, 4])
+    state.keep([2])
+    other, _ = started(lengths=(4, 1))
+    run(other, inputs([0, 1], [4, 1], 2))
+    other.commit([2, 1])
+    state.append(other)
+    check(state, [[2, 6], [0, 6], [1, 2]])
 
 
 def test_a_row_does_not_depend_on_its_neighbours():

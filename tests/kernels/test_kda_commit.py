@@ -5,7 +5,7 @@ import torch
 from kda_cases import BOUNDED, SOFTPLUS, close, random_layer
 
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows
-from dspark.kernels.kda_commit import Boundary, kda_commit, kda_commit_ref, launch_kda_commit
+from dspark.kernels.kda_commit import Boundary, block_boundary, kda_commit, kda_commit_ref, launch_kda_commit
 
 IMPLEMENTATIONS = pytest.mark.parametrize("commit", [kda_commit_ref, launch_kda_commit], ids=["reference", "kernel"])
 
@@ -111,6 +111,42 @@ def test_pools_may_be_padded_between_slots_and_lie_anywhere(commit):
     for result in padded:
         close(result.checkpoint, expected[0].checkpoint, 1e-6)
     assert pages[:, :, 2 * 8 * 8 :].isnan().all()
+
+
+@IMPLEMENTATIONS
+def test_rows_may_be_reordered_between_verification_and_commit(commit):
+    layer = filled(random_layer(4, 2, 8, 8, 9, dtype=torch.float32))
+    first, second = copied([layer]), copied([layer])
+    run(commit, first, rows_of([3, 0, 2]), [1, 5, 9])
+    run(commit, second, rows_of([2, 3, 0]), [9, 1, 5])
+    close(second[0].checkpoint, first[0].checkpoint, 1e-7)
+
+
+def test_a_pool_may_be_longer_than_2_to_the_31():
+    """Address space alone: only the pages of two slots are touched."""
+    layer = filled(random_layer(2, 1, 8, 8, 9, dtype=torch.float32, state_dtype=torch.bfloat16))
+    far = torch.empty_strided((2, 1, 8, 8), (2**31 + 64, 64, 8, 1), dtype=torch.bfloat16)
+    far.copy_(layer.checkpoint)
+    got, expected = KDALayer(far, layer.records, layer.gate), copied([layer])
+    run(launch_kda_commit, [got], rows_of([1]), [7])
+    run(kda_commit_ref, expected, rows_of([1]), [7])
+    close(far, expected[0].checkpoint, 4e-3)
+    assert torch.equal(far[0], layer.checkpoint[0])
+
+
+@pytest.mark.parametrize("computed", range(8, 16))
+def test_block_boundaries_for_every_residue_and_acceptance(computed):
+    counts = torch.arange(6)
+    found = block_boundary(torch.full((6,), computed), counts, torch.full((6,), 3), block_size=8, window=5)
+    for count, slot, records in zip(counts.tolist(), found.slots.tolist(), found.num_records.tolist(), strict=True):
+        crossed = computed + count >= 16
+        assert slot == (3 if crossed else -1)
+        assert not crossed or computed + records == 16
+
+
+def test_blocks_smaller_than_a_step_are_refused():
+    with pytest.raises(ValueError, match="block_size=4 is smaller than a step of 5"):
+        block_boundary(torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), block_size=4, window=5)
 
 
 @pytest.mark.parametrize("form", [-10.0, SOFTPLUS, BOUNDED])

@@ -10,7 +10,11 @@ from kda_engine import Engine
 import dspark.kernels.kda_commit
 import dspark.kernels.kda_ring
 import dspark.kernels.kda_verify
-from dspark.kernels.kda import replay
+from dspark.kernels.conv_window import launch_conv_window
+from dspark.kernels.kda import LayerTable, replay
+from dspark.kernels.kda_chunk import launch_kda_chunk
+from dspark.kernels.kda_commit import launch_kda_commit
+from dspark.kernels.kda_verify import launch_kda_serial
 
 # (rows by slot, query lengths, accepted); None: slot 0 is given to a new request
 RUN = [
@@ -26,8 +30,9 @@ RUN = [
 ]
 
 
-def run(deferred):
-    engine = Engine(deferred=deferred)
+def run(deferred, bound=1e-12, **layer):
+    engine = Engine(deferred=deferred, **layer)
+    engine.error = bound
     for slot in (0, 1):
         engine.admit(slot)
     for step in RUN:
@@ -180,6 +185,18 @@ FAULTS = [
 @pytest.mark.parametrize("deferred", BOTH, ids=["fold-every-step", "fold-when-full"])
 def test_the_run_passes_unharmed(deferred):
     run(deferred)
+
+
+@pytest.mark.parametrize("deferred", BOTH, ids=["fold-every-step", "fold-when-full"])
+@pytest.mark.parametrize("verify", [launch_kda_chunk, launch_kda_serial], ids=["chunk", "serial"])
+def test_the_run_passes_with_the_kernels(deferred, verify, monkeypatch):
+    def commit(layers, rows, n, destinations=None, boundary=None):
+        launch_kda_commit(LayerTable(layers), rows, n, rows.slots if destinations is None else destinations, boundary)
+
+    monkeypatch.setattr(kda_engine, "kda_verify", verify)
+    monkeypatch.setattr(kda_engine, "kda_commit", commit)
+    monkeypatch.setattr(kda_engine, "conv_window", launch_conv_window)
+    run(deferred, bound=3e-6, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

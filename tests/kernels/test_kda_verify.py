@@ -6,7 +6,10 @@ import dataclasses
 import pytest
 import torch
 from kda_cases import BOUNDED, SOFTPLUS, close, random_layer, random_tokens
+from triton.runtime import interpreter
 
+import dspark.kernels.kda_verify as kda_verify_module
+from dspark.kernels import kda_chunk
 from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens
 from dspark.kernels.kda_chunk import launch_kda_chunk
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref, launch_kda_serial
@@ -104,6 +107,53 @@ def test_a_tokens_output_is_bitwise_independent_of_later_tokens_and_of_the_batch
         assert torch.equal(verify(trimmed, copied(layer), ring([2], [count]))[0], whole[1, :count])
         ragged = poisoned(tokens, [count, 9, 2])
         assert torch.equal(verify(ragged, copied(layer), ring([4, 2, 5], [count, 9, 2]))[1], whole[1])
+
+
+@KERNELS
+def test_heads_of_two_devices_together_are_those_of_one(verify):
+    layer = random_layer(2, 4, 16, 16, 9, dtype=torch.float32)
+    tokens = random_tokens(2, 9, 4, 16, 16, dtype=torch.float32)
+    whole = verify(tokens, copied(layer), ring([1, 0], [9, 9]))
+    for heads in (slice(0, 2), slice(2, 4)):
+        state = layer.checkpoint[:, heads].contiguous()
+        gate = Gate(layer.gate.a_log[heads], layer.gate.dt_bias[heads], layer.gate.lower_bound)
+        part = KDALayer(state, Records.empty(2, 9, state, torch.float32), gate)
+        mine = Tokens(*(x[:, :, heads] for x in vars(tokens).values()))
+        assert torch.equal(verify(mine, part, ring([1, 0], [9, 9])), whole[:, :, heads])
+
+
+@KERNELS
+@pytest.mark.parametrize("null_slot", [-1, 0])
+def test_padding_rows_write_nowhere(verify, null_slot):
+    """A padded row points at no slot or at the null block, with or without tokens."""
+    layer = random_layer(3, HEADS, 16, 16, 9, dtype=torch.float32)
+    rows = Rows.current(torch.tensor([null_slot, 2, null_slot]), torch.tensor([9, 9, 0]), null_slot=null_slot)
+    got = copied(layer)
+    out = verify(random_tokens(3, 9, HEADS, 16, 16, dtype=torch.float32), got, rows)
+    assert not out[[0, 2]].any()
+    assert torch.equal(got.checkpoint, layer.checkpoint)
+    assert all(store[:2].isnan().all() for store in vars(got.records).values())
+
+
+@KERNELS
+def test_thread_blocks_may_run_in_any_order(verify, monkeypatch):
+    """Several value tiles, held records, a fold, a ring that is full: no block reads what another one writes."""
+    monkeypatch.setattr(kda_chunk, "TILES", dict.fromkeys(kda_chunk.TILES, (16, 4)))
+    monkeypatch.setattr(kda_verify_module, "SERIAL_TILE_V", 16)
+    rows = ring([1, 0], [9, 9], held=[9, 9], start=5, fold=True)
+    layer = filled(random_layer(2, HEADS, 16, 64, 18, dtype=torch.float32), rows)
+    tokens = random_tokens(2, 9, HEADS, 16, 64, dtype=torch.float32)
+    forward, backward = copied(layer), copied(layer)
+    out = verify(tokens, forward, rows)
+    builder = interpreter.interpreter_builder
+    set_index = builder.set_grid_idx
+    monkeypatch.setattr(
+        builder, "set_grid_idx", lambda *at: set_index(*(n - 1 - i for n, i in zip(builder.grid_dim, at, strict=True)))
+    )
+    assert torch.equal(verify(tokens, backward, rows), out)
+    assert torch.equal(backward.checkpoint, forward.checkpoint)
+    for a, b in zip(vars(backward.records).values(), vars(forward.records).values(), strict=True):
+        assert torch.equal(a, b)
 
 
 @KERNELS

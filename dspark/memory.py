@@ -1,0 +1,163 @@
+"""Bytes that a request's recurrent state takes, by the way in which rejected drafts are undone.
+
+    snapshots    a state and a convolution page for every position of the window: T = K + 1 copies
+    fold         one state, the inputs of one window, folded at every commit
+    ring         one state, a ring of recent inputs, folded when it fills
+
+A state is H V K numbers a layer. A record is one token's correction, key and gate, H (V s + 2 K a) bytes with s bytes
+a number in the state and a in the
+activations: 1,024 bytes a head at K = V = 128, float32 and bfloat16. A convolution column is one token's H (2 K + V)
+    inputs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dspark.rollback import RING_ROWS
+
+Scheme = Literal["snapshots", "fold", "ring"]
+SCHEMES: tuple[Scheme, ...] = ("snapshots", "fold", "ring")
+
+
+@dataclass(frozen=True)
+class RecurrentSizes:
+    """The recurrent layers of a target, on one device.
+
+    Attributes:
+        num_layers: KDA layers.
+        num_heads: heads on this device.
+        key_dim: K.
+        value_dim: V.
+        conv_width: W of the short convolution; W - 1 columns are its history.
+        state_bytes: of one number in a state and in a correction, 4 or 2.
+        activation_bytes: of one number in a recorded key or gate, and in a convolution column.
+    """
+
+    num_layers: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+    state_bytes: int = 4
+    activation_bytes: int = 2
+
+    @classmethod
+    def from_config(cls, config: Any, *, tensor_parallel: int = 1, state_bytes: int = 4) -> "RecurrentSizes":
+        """Read a model configuration, as transformers object or as the content of a config.json.
+
+        Raises:
+            ValueError: the model has no KDA layers, or its heads can't be divided.
+        """
+        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        fields = fields.get("text_config") or fields
+        linear = fields.get("linear_attn_config") or {}
+        layers = linear.get("kda_layers") or [
+            i for i, kind in enumerate(fields.get("layer_types") or ()) if kind == "linear_attention"
+        ]
+        heads = linear.get("num_heads") or fields.get("linear_num_heads")
+        dim = linear.get("head_dim") or fields.get("linear_head_dim")
+        width = linear.get("short_conv_kernel_size") or fields.get("linear_conv_kernel_dim") or 4
+        if not (layers and heads and dim):
+            raise ValueError(
+                f"model type {fields.get('model_type')!r} has no Kimi Delta Attention layers (neither "
+                f"linear_attn_config nor layer_types with "
+                "linear_num_heads and linear_head_dim): it has no recurrent state to account for"
+            )
+        if tensor_parallel < 1 or heads % tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel={tensor_parallel} does not divide the {heads} heads of the recurrent layers"
+            )
+        return cls(len(layers), heads // tensor_parallel, dim, dim, width, state_bytes)
+
+    @property
+    def state(self) -> int:
+        """Bytes of one state, all layers."""
+        return self.num_layers * self.num_heads * self.key_dim * self.value_dim * self.state_bytes
+
+    @property
+    def record(self) -> int:
+        """Bytes of one token's record, all layers."""
+        head = self.value_dim * self.state_bytes + 2 * self.key_dim * self.activation_bytes
+        return self.num_layers * self.num_heads * head
+
+    @property
+    def column(self) -> int:
+        """Bytes of one token's convolution inputs, all layers."""
+        return self.num_layers * self.num_heads * (2 * self.key_dim + self.value_dim) * self.activation_bytes
+
+
+@dataclass(frozen=True)
+class RecurrentMemory:
+    """Bytes a request: its `states`, the `records` of recent tokens, and its convolution `window`."""
+
+    states: int
+    records: int
+    window: int
+
+    @property
+    def total(self) -> int:
+        return self.states + self.records + self.window
+
+
+def recurrent_memory(sizes: RecurrentSizes, num_draft_tokens: int, scheme: Scheme = "ring") -> RecurrentMemory:
+    """What one running request takes.
+
+    Args:
+        sizes: the target's recurrent layers.
+        num_draft_tokens: K; a step verifies K + 1 tokens.
+        scheme: how rejected drafts are undone; "ring" and "fold" are what `RecurrentState` allocates with and without
+            deferred folding.
+
+    Raises:
+        ValueError: the scheme is unknown, or K is negative.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme={scheme!r} is unknown; choose among {', '.join(SCHEMES)}")
+    if num_draft_tokens < 0:
+        raise ValueError(f"num_draft_tokens={num_draft_tokens} must be at least 0")
+    window, history = num_draft_tokens + 1, sizes.conv_width - 1
+    if scheme == "snapshots":  # a page must hold the history behind any of the window's positions
+        return RecurrentMemory(window * sizes.state, 0, window * (history + num_draft_tokens) * sizes.column)
+    rows = max(RING_ROWS, 2 * window) if scheme == "ring" else window
+    return RecurrentMemory(sizes.state, rows * sizes.record, (history + window) * sizes.column)
+
+
+@dataclass(frozen=True)
+class PagedPool:
+    """A paged cache in which attention blocks and recurrent states share one page size, as in vLLM.
+
+    Attributes:
+        pool_bytes: memory for all pages.
+        attention_bytes: of one token in one attention layer.
+        layers_per_group: layers that share a block table; each group takes a page a layer for a block.
+        recurrent_groups: groups of recurrent layers, pads included; attention layers are one more group.
+        granularity: the tokens of a block are a multiple of this.
+    """
+
+    pool_bytes: int
+    attention_bytes: int
+    layers_per_group: int
+    recurrent_groups: int
+    granularity: int = 16
+
+    def block_tokens(self, page_bytes: int) -> int:
+        """Tokens of an attention block, so that it is no smaller than a recurrent page of one layer."""
+        return -(-page_bytes // (self.attention_bytes * self.granularity)) * self.granularity
+
+    def requests(self, page_bytes: int, states: int, max_length: int) -> float:
+        """How many requests of `max_length` tokens fit when each keeps `states` recurrent pages of `page_bytes` a
+        layer."""
+        tokens = self.block_tokens(page_bytes)
+        blocks = self.pool_bytes // (self.layers_per_group * tokens * self.attention_bytes)
+        return blocks / (-(-max_length // tokens) + self.recurrent_groups * states)
+
+
+def describe_memory(sizes: RecurrentSizes, num_draft_tokens: int) -> list[str]:
+    """One line a scheme for people: MiB a request and its parts."""
+    lines = []
+    for scheme in SCHEMES:
+        memory = recurrent_memory(sizes, num_draft_tokens, scheme)
+        parts = ", ".join(f"{name} {value / 2**20:.2f}" for name, value in vars(memory).items() if value)
+        lines.append(f"{scheme}: {memory.total / 2**20:.2f} MiB a request ({parts})")
+    return lines
