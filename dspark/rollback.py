@@ -15,14 +15,14 @@ import torch
 
 from dspark.cache import RaggedKV
 from dspark.kernels.conv_window import conv_window
-from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens
+from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
 from dspark.kernels.kda_commit import kda_commit
 from dspark.kernels.kda_prefill import kda_prefill
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify
 
-# about four steps between folds with eight drafts; beyond 40, reading the records costs more than the folds that they
-# save
+# With eight drafts there are about four steps between folds. Beyond 40 rows, reading the records costs more than the
+# folds that they save.
 RING_ROWS = 32
 
 
@@ -56,8 +56,12 @@ class RecurrentSpec:
 
 
 class RecurrentState:
-    """KDA state of B requests, kept in slots: a request's slot never moves, so batch rows may be reordered and dropped
-    at will."""
+    """KDA state of B requests, kept in slots.
+
+    A request's slot never moves, so batch rows may be reordered and dropped at will. `layers` and `rings` hold the
+    pools [slots, ...] of each KDA layer, `cursor` and `conv_cursor` where each slot is in them, the same for all
+    layers.
+    """
 
     def __init__(
         self, specs: Sequence[RecurrentSpec], batch_size: int, device: torch.device | str, *, defer_folds: bool = True
@@ -91,6 +95,7 @@ class RecurrentState:
             torch.zeros(batch_size, spec.conv_width - 1, spec.channels, dtype=spec.dtype, device=device)
             for spec in self.specs
         ]
+        self._table: LayerTable | None = None  # of `layers`, made when first needed
         self._rows: Rows | None = None  # of the pass under way
         self._fresh = False  # that pass is a prefill
         self._limits: list[int] = []  # its tokens by row, on the host
@@ -178,7 +183,7 @@ class RecurrentState:
             if self.defer_folds:
                 self.cursor.advance(rows, counts)
             else:
-                kda_commit(self.layers, rows, counts)
+                kda_commit(self._layer_table(), rows, counts)
         self._rows, self._fresh = None, False
 
     def fold(self) -> None:
@@ -186,8 +191,13 @@ class RecurrentState:
         self._settle()
         slots = self._slot_index()
         rows = self.cursor.plan(slots, torch.zeros_like(slots))
-        kda_commit(self.layers, rows, rows.held)
+        kda_commit(self._layer_table(), rows, rows.held)
         self.cursor.reset(slots)
+
+    def _layer_table(self) -> LayerTable:
+        if self._table is None:
+            self._table = LayerTable(self.layers)
+        return self._table
 
     def histories(self, layer: int) -> torch.Tensor:
         """[B, W - 1, C]: the last convolution inputs of each request, oldest first."""
@@ -214,7 +224,7 @@ class RecurrentState:
             rows = spec.conv_width - 1 + window
             self.rings[index] = torch.zeros(num_slots, rows, spec.channels, dtype=spec.dtype, device=self.device)
             self.rings[index][slots, : spec.conv_width - 1] = histories
-        self.num_slots, self.window = num_slots, window
+        self.num_slots, self.window, self._table = num_slots, window, None
         self.cursor = RingCursor(num_slots, max(capacity, 2 * window, 2), max(window, 1), self.device)
         first = (self.specs[0].conv_width - 1) % self.rings[0].shape[1]
         self.conv_cursor = torch.full((num_slots,), first, dtype=torch.int64, device=self.device)

@@ -14,8 +14,8 @@ Read `conv_window_ref` first.
 import torch
 import torch.nn.functional as F
 
-from dspark.kernels import HAS_TRITON, tl, triton
-from dspark.kernels.kda import compute_dtype, ring_rows
+from dspark.kernels import tl, triton
+from dspark.kernels.kda import compute_dtype, ring_rows, runs_kernel
 
 
 def conv_window_ref(
@@ -142,5 +142,5 @@ def conv_window(
             f"{weight.shape[1] - 1} need {needed}; "
             "with fewer, a rejected token would overwrite history that rollback still reads"
         )
-    run = launch_conv_window if ring.is_cuda and HAS_TRITON else conv_window_ref
+    run = launch_conv_window if runs_kernel(ring) else conv_window_ref
     return run(inputs, weight, ring, slots, cursor, num_rows)

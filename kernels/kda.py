@@ -27,6 +27,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from dspark.kernels import HAS_TRITON
+
 NORM_EPS = 1e-6
 SOFTPLUS_LINEAR_ABOVE = 20.0
 
@@ -171,6 +173,11 @@ class Rows:
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """float64 if any tensor has it, else float32: nothing is computed in half precision."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def runs_kernel(x: torch.Tensor) -> bool:
+    """Whether an operation on `x` launches its kernel; float64 does not, since kernels compute in float32."""
+    return HAS_TRITON and x.is_cuda and x.dtype != torch.float64
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark.kernels import HAS_TRITON, tl, triton
-from dspark.kernels.kda import KDALayer, LayerTable, Rows, compute_dtype, replay, ring_rows
+from dspark.kernels import tl, triton
+from dspark.kernels.kda import KDALayer, LayerTable, Rows, compute_dtype, replay, ring_rows, runs_kernel
 from dspark.kernels.kda_device import head_rate, held_records, replayed
 
 
@@ -259,7 +259,7 @@ def kda_commit(
     """
     table = layers if isinstance(layers, LayerTable) else LayerTable(layers)
     destinations = rows.slots if destinations is None else destinations
-    if table.layers[0].checkpoint.is_cuda and HAS_TRITON:
+    if runs_kernel(table.layers[0].checkpoint):
         launch_kda_commit(table, rows, num_records, destinations, boundary)
     else:
         kda_commit_ref(table.layers, rows, num_records, destinations, boundary)

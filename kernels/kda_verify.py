@@ -10,8 +10,8 @@ Read `kda_verify_ref` first.
 
 import torch
 
-from dspark.kernels import HAS_TRITON, tl, triton
-from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows
+from dspark.kernels import tl, triton
+from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows, runs_kernel
 from dspark.kernels.kda_chunk import MAX_TOKENS, flat, launch_kda_chunk
 from dspark.kernels.kda_commit import kda_fold_ref
 from dspark.kernels.kda_device import head_rate, held_records, log_decay, replayed
@@ -166,7 +166,7 @@ def kda_verify(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = 
             f"overwrite earlier ones of the same step; "
             "allocate at least as many rows as a step has tokens, twice as many to defer folding"
         )
-    if not (layer.checkpoint.is_cuda and HAS_TRITON):
+    if not runs_kernel(layer.checkpoint):
         return kda_verify_ref(tokens, layer, rows)
     launch = launch_kda_chunk if SERIAL_TOKENS < num_tokens <= MAX_TOKENS else launch_kda_serial
     return launch(tokens, layer, rows, deferred=deferred)

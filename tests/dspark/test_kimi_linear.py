@@ -95,6 +95,7 @@ def test_logits_are_as_near_to_float64_as_those_of_transformers(dtype):
 
 
 @FOLDS
+@torch.inference_mode()
 def test_what_was_rejected_is_never_read_again(defer_folds, monkeypatch):
     """Attention rows past the length become large numbers, since a masked NaN would poison a sum; the rest becomes
     NaN."""

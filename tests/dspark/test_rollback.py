@@ -32,6 +32,7 @@ def check(state, requests):
         copy = RecurrentState(state.specs, 0, "cpu", defer_folds=state.defer_folds)
         vars(copy).update(vars(state))
         copy.layers = [type(x)(x.checkpoint.clone(), x.records, x.gate) for x in state.layers]
+        copy._table = None
         copy.cursor = type(state.cursor)(state.num_slots, state.cursor.capacity, state.cursor.window)
         copy.cursor.start, copy.cursor.held = state.cursor.start.clone(), state.cursor.held.clone()
         copy.fold()

@@ -12,6 +12,13 @@ def poisoned(allocate):
     return allocate_and_fill
 
 
+@pytest.fixture
+def on_device(device):
+    """Tensors are made on the device unless a test says otherwise."""
+    with torch.device(device):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def poison_empty(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))

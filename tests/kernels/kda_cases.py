@@ -5,25 +5,27 @@ import torch
 from dspark.kernels.kda import Gate, KDALayer, Records, Tokens, kda_scan
 
 SOFTPLUS, BOUNDED = None, -5.0
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNEL_ERROR = 2e-5 if DEVICE == "cuda" else 3e-6  # split products on a device, float32 ones in the interpreter
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    """The same normal numbers on every device and in every dtype."""
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
+    return numbers.to(DEVICE, dtype)
 
 
 def random_gate(heads, key_dim, lower_bound=BOUNDED, *, seed=0, dtype=torch.float64, with_rate=True) -> Gate:
     """Rates from slow to saturated, as trained layers have them."""
-    g = torch.Generator().manual_seed(seed)
-    a_log = torch.linspace(-2.5, 1.0, heads, dtype=dtype) if with_rate else None
-    return Gate(a_log, torch.randn(heads, key_dim, generator=g, dtype=torch.float64).to(dtype) * 2, lower_bound)
+    a_log = torch.linspace(-2.5, 1.0, heads, dtype=dtype, device=DEVICE) if with_rate else None
+    return Gate(a_log, 2 * draw(heads, key_dim, seed=seed, dtype=dtype), lower_bound)
 
 
 def random_tokens(batch, num_tokens, heads, key_dim, value_dim, *, seed=0, dtype=torch.float64) -> Tokens:
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
-    shape = (batch, num_tokens, heads)
-    return Tokens(
-        draw(*shape, key_dim), draw(*shape, key_dim), draw(*shape, value_dim), draw(*shape, key_dim), draw(*shape)
-    )
+    widths = (key_dim, key_dim, value_dim, key_dim, 1)
+    numbers = draw(batch, num_tokens, heads, sum(widths), seed=seed, dtype=dtype)
+    *rest, beta = (part.contiguous() for part in numbers.split(widths, dim=-1))
+    return Tokens(*rest, beta[..., 0])
 
 
 def random_layer(
@@ -40,20 +42,14 @@ def random_layer(
     with_rate=True,
 ) -> KDALayer:
     """Random checkpoints, records full of NaN: reading one that was never written shows."""
-    g = torch.Generator().manual_seed(seed + 1)
-    state = torch.randn(slots, heads, value_dim, key_dim, generator=g, dtype=torch.float64).to(state_dtype or dtype)
+    state = draw(slots, heads, value_dim, key_dim, seed=seed + 1, dtype=state_dtype or dtype)
     records = Records.empty(slots, capacity, state, dtype)
     for store in (records.correction, records.key, records.gate):
         store.fill_(float("nan"))
-    gate = random_gate(
-        heads,
-        key_dim,
-        lower_bound,
-        seed=seed,
-        dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-        with_rate=with_rate,
+    gate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return KDALayer(
+        state, records, random_gate(heads, key_dim, lower_bound, seed=seed, dtype=gate_dtype, with_rate=with_rate)
     )
-    return KDALayer(state, records, gate)
 
 
 def cut(tokens: Tokens, row, start, stop) -> Tokens:

@@ -6,7 +6,7 @@ tokens. Beside each request stands the state and window that one-token-at-a-time
 """
 
 import torch
-from kda_cases import close, cut, pad, plain, random_layer, random_tokens
+from kda_cases import DEVICE, close, cut, draw, pad, plain, random_layer, random_tokens
 
 from dspark.kernels.conv_window import conv_window
 from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan
@@ -23,9 +23,7 @@ class Request:
 
     def __init__(self, seed: int, gates, dtype) -> None:
         self.line = random_tokens(1, 600, HEADS, KEY_DIM, VALUE_DIM, seed=seed, dtype=dtype)
-        self.inputs = torch.randn(
-            1, 600, CHANNELS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        ).to(dtype)
+        self.inputs = draw(1, 600, CHANNELS, seed=seed, dtype=dtype)
         self.gates, self.accepted = gates, 0
         self.states = [torch.zeros(1, HEADS, VALUE_DIM, KEY_DIM, dtype=torch.float64) for _ in gates]
 
@@ -51,10 +49,10 @@ class Engine:
             random_layer(num_slots, HEADS, KEY_DIM, VALUE_DIM, capacity, seed=7 * i, **layer) for i in range(num_layers)
         ]
         self.dtype = self.layers[0].records.key.dtype
-        self.cursor = RingCursor(num_slots, capacity if deferred else 2 * window, window)
+        self.cursor = RingCursor(num_slots, capacity if deferred else 2 * window, window, DEVICE)
         self.conv = torch.full((num_slots, WIDTH - 1 + window, CHANNELS), float("nan"), dtype=self.dtype)
         self.conv_cursor = torch.zeros(num_slots, dtype=torch.int64)
-        self.weight = torch.randn(CHANNELS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        self.weight = draw(CHANNELS, WIDTH, seed=3, dtype=torch.float64)
         self.requests: dict[int, Request] = {}
         self.seed = 100
         self.error = 1e-12
@@ -137,9 +135,7 @@ class Engine:
         inputs = torch.full((len(slots), max(num_rows), CHANNELS), float("nan"), dtype=self.dtype)
         expected = {}
         for row, (slot, n, a) in enumerate(zip(slots, num_rows, accepted, strict=True)):
-            inputs[row, :n] = torch.randn(
-                n, CHANNELS, generator=torch.Generator().manual_seed(self.seed + row), dtype=torch.float64
-            )
+            inputs[row, :n] = draw(n, CHANNELS, seed=self.seed + row, dtype=self.dtype)
             if slot >= 0 and n:
                 request = self.requests[slot]
                 inputs[row, :a] = request.inputs[0, request.accepted : request.accepted + a]

@@ -3,17 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kda_cases import close
+from kda_cases import close, draw
 
 from dspark.kernels.conv_window import conv_window, conv_window_ref, launch_conv_window
 
+pytestmark = pytest.mark.usefixtures("on_device")
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "convolve", [conv_window_ref, launch_conv_window], ids=["reference", "kernel"]
 )
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def ints(*values):
@@ -53,7 +50,9 @@ def test_a_line_in_pieces_is_one_convolution(convolve, width, num_tokens):
         close(out[0, :count], expected[done : done + count], 1e-6)
         assert not out[0, count:].any()
         assert not out[1].any()
-        kept = int(torch.randint(0, count + 1, (), generator=generator)) if done + count < length else count
+        kept = (
+            int(torch.randint(0, count + 1, (), generator=generator, device="cpu")) if done + count < length else count
+        )
         ring[1, [(cursor + i) % ring.shape[1] for i in range(kept, count)]] = float("nan")  # rejected: never read again
         done, cursor = done + kept, cursor + kept
     assert ring[0].isnan().all()

@@ -5,6 +5,7 @@ import dataclasses
 import kda_engine
 import pytest
 import torch
+from kda_cases import KERNEL_ERROR
 from kda_engine import Engine
 
 import dspark.kernels.kda_commit
@@ -15,6 +16,8 @@ from dspark.kernels.kda import LayerTable, replay
 from dspark.kernels.kda_chunk import launch_kda_chunk
 from dspark.kernels.kda_commit import launch_kda_commit
 from dspark.kernels.kda_verify import launch_kda_serial
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 # (rows by slot, query lengths, accepted); None: slot 0 is given to a new request
 RUN = [
@@ -196,7 +199,7 @@ def test_the_run_passes_with_the_kernels(deferred, verify, monkeypatch):
     monkeypatch.setattr(kda_engine, "kda_verify", verify)
     monkeypatch.setattr(kda_engine, "kda_commit", commit)
     monkeypatch.setattr(kda_engine, "conv_window", launch_conv_window)
-    run(deferred, bound=3e-6, dtype=torch.float32)
+    run(deferred, bound=KERNEL_ERROR, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from kda_cases import BOUNDED, SOFTPLUS, close, cut, pad, plain, random_gate, random_tokens
+from kda_cases import BOUNDED, SOFTPLUS, close, cut, draw, pad, plain, random_gate, random_tokens
 
 from dspark.kernels.kda_prefill import kda_prefill
+
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 @pytest.mark.parametrize("lower_bound", [SOFTPLUS, BOUNDED, -50.0])
@@ -13,7 +15,7 @@ def test_ragged_prompts_end_in_their_own_state(lower_bound, longest):
     gate = random_gate(2, 5, lower_bound)
     line = random_tokens(4, longest, 2, 5, 3)
     lengths = [longest, 1, max(1, longest - 1), 0]
-    start = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    start = draw(4, 2, 3, 5, seed=1, dtype=torch.float64)
     tokens = pad([cut(line, row, 0, length) for row, length in enumerate(lengths)], longest)
     outputs, states = kda_prefill(tokens, gate, start, torch.tensor(lengths))
     for row, length in enumerate(lengths):

@@ -5,13 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kda_cases import BOUNDED, SOFTPLUS, close, cut, random_tokens
-from kda_engine import Engine
+from kda_cases import BOUNDED, DEVICE, SOFTPLUS, close, cut, random_tokens
+from kda_engine import Engine, Request
 
 from dspark.kernels.kda import Tokens, kda_scan
-from dspark.kernels.kda_commit import kda_commit
+from dspark.kernels.kda_commit import block_boundary, kda_commit
 from dspark.kernels.kda_verify import kda_verify
 
+pytestmark = pytest.mark.usefixtures("on_device")
 MODES = pytest.mark.parametrize("deferred", [False, True], ids=["fold-every-step", "fold-when-full"])
 GATES = pytest.mark.parametrize("lower_bound", [SOFTPLUS, BOUNDED], ids=["softplus", "bounded"])
 WINDOW = 5
@@ -68,6 +69,38 @@ def check_snapshot(engine, slot, request, position):
         close(layer.checkpoint[slot], expected[0], engine.error)
 
 
+@MODES
+@pytest.mark.parametrize("accepted", range(WINDOW + 1))
+@pytest.mark.parametrize("computed", range(8, 16))
+def test_a_cached_block_holds_its_boundary_is_final_and_can_be_resumed(deferred, accepted, computed):
+    """Blocks of 8 tokens; every place of the window relative to the boundary."""
+    engine = Engine(num_slots=3, num_layers=1, window=WINDOW, deferred=deferred)
+    request = Request(5, engine.gates, engine.dtype)
+    request.accept(computed)
+    engine.admit(0, request)
+    found = block_boundary(torch.tensor([computed]), torch.tensor([accepted]), torch.tensor([1]), 8, WINDOW)
+    distance, before = int(found.num_records), engine.layers[0].checkpoint[1].clone()
+    window_start = engine.conv_cursor[0].clone()
+    crossed = bool(found.slots >= 0)
+    engine.step([0], [WINDOW], [accepted], boundary={0: (1, distance)} if crossed else {})
+    assert crossed != torch.equal(engine.layers[0].checkpoint[1], before)
+    if not crossed:
+        return
+    engine.conv[1] = engine.conv[0]  # the window travels with its cursor
+    engine.conv_cursor[1] = (window_start + distance) % engine.conv.shape[1]
+    engine.cursor.reset(torch.tensor([1]))
+    block, window = engine.layers[0].checkpoint[1].clone(), engine.conv[1].clone()
+    for _ in range(3):
+        engine.step([0], [WINDOW], [2])
+    assert torch.equal(engine.layers[0].checkpoint[1], block)
+    assert torch.equal(engine.conv[1].nan_to_num(), window.nan_to_num())
+    hit = Request(5, engine.gates, engine.dtype)
+    hit.accept(computed + distance)
+    engine.requests[1] = hit
+    engine.check([1])
+    engine.step([1, 0], [WINDOW, 1], [3, 1])
+
+
 @pytest.mark.parametrize("accepted", [1, WINDOW], ids=["all-rejected", "all-accepted"])
 @pytest.mark.parametrize("capacity", [2 * WINDOW, 2 * WINDOW + 1, 4 * WINDOW])
 def test_ring_wraps_many_times(accepted, capacity):
@@ -108,7 +141,7 @@ def test_error_does_not_grow_over_5000_tokens(deferred, state_dtype, lower_bound
     while done < 5000:
         rows = engine.rows([0], [9])
         assert kda_verify(cut(line, 0, done, done + 9), layer, rows).isfinite().all()
-        count = torch.randint(0, 10, (1,), generator=generator)
+        count = torch.randint(0, 10, (1,), generator=generator, device="cpu").to(DEVICE)
         if deferred:
             engine.cursor.advance(rows, count)
         else:

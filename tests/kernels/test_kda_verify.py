@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from kda_cases import BOUNDED, SOFTPLUS, close, random_layer, random_tokens
+from kda_cases import BOUNDED, DEVICE, KERNEL_ERROR, SOFTPLUS, close, draw, random_layer, random_tokens
 from triton.runtime import interpreter
 
 import dspark.kernels.kda_verify as kda_verify_module
@@ -14,6 +14,7 @@ from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens
 from dspark.kernels.kda_chunk import launch_kda_chunk
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref, launch_kda_serial
 
+pytestmark = pytest.mark.usefixtures("on_device")
 KERNELS = pytest.mark.parametrize("verify", [launch_kda_chunk, launch_kda_serial], ids=["chunk", "serial"])
 HEADS = 2
 
@@ -27,11 +28,10 @@ def ring(slots, num_rows, held=None, start=0, fold=False):
 
 def filled(layer, rows):
     """Held records get values; all others stay NaN."""
-    g = torch.Generator().manual_seed(9)
     for slot, first, held in zip(rows.record_slots.tolist(), rows.start.tolist(), rows.held.tolist(), strict=True):
         index = [(first + i) % layer.records.capacity for i in range(held)]
-        for store in vars(layer.records).values():
-            store[slot, :, index] = torch.randn(store.shape[1], held, store.shape[3], generator=g).to(store.dtype)
+        for seed, store in enumerate(vars(layer.records).values(), 9 * slot):
+            store[slot, :, index] = draw(store.shape[1], held, store.shape[3], seed=seed, dtype=store.dtype)
     return layer
 
 
@@ -50,7 +50,7 @@ def poisoned(tokens, num_rows):
     )
 
 
-def compare(verify, tokens, layer, rows, bound=3e-6):
+def compare(verify, tokens, layer, rows, bound=KERNEL_ERROR):
     expected, got = copied(layer), copied(layer)
     want, have = kda_verify_ref(tokens, expected, rows), verify(tokens, got, rows)
     close(have, want, bound)
@@ -135,6 +135,7 @@ def test_padding_rows_write_nowhere(verify, null_slot):
     assert all(store[:2].isnan().all() for store in vars(got.records).values())
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter lets a test choose the order of thread blocks")
 @KERNELS
 def test_thread_blocks_may_run_in_any_order(verify, monkeypatch):
     """Several value tiles, held records, a fold, a ring that is full: no block reads what another one writes."""
@@ -171,11 +172,12 @@ def test_verifying_again_gives_the_same_records(verify):
 
 @KERNELS
 @pytest.mark.parametrize("lower_bound", [BOUNDED, -10.0, SOFTPLUS])
-@pytest.mark.parametrize("raw", [-60.0, 60.0], ids=["no-decay-or-all", "all-or-no-decay"])
-def test_saturated_gates(verify, lower_bound, raw):
+@pytest.mark.parametrize("raw", [-60.0, 60.0])
+@pytest.mark.parametrize("a_log", [1.0, -5.0], ids=["fast", "slow"])
+def test_saturated_gates(verify, lower_bound, raw, a_log):
     """With softplus a log decay of -160 a token: factors e^-G would overflow, pairwise decays vanish instead."""
     layer = random_layer(1, 1, 16, 16, 9, dtype=torch.float32, lower_bound=lower_bound)
-    layer = dataclasses.replace(layer, gate=Gate(torch.tensor([1.0]), torch.zeros(1, 16), lower_bound))
+    layer = dataclasses.replace(layer, gate=Gate(torch.tensor([a_log]), torch.zeros(1, 16), lower_bound))
     tokens = random_tokens(1, 9, 1, 16, 16, dtype=torch.float32)
     tokens = dataclasses.replace(tokens, gate=torch.full_like(tokens.gate, raw))
     compare(verify, tokens, layer, ring([0], [9]))
