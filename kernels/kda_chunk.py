@@ -158,8 +158,7 @@ def _kda_chunk_kernel(  # noqa: PLR0915 (a device function; half of it is loads 
         tl.store(
             u_base + new_row[None, :] * VALUE_DIM + values[:, None], correction.to(u_ptr.dtype.element_ty), mask=taken
         )
-        written = known[:, None] & (t < num_tokens)[None, :]
-        output = tl.where((t < count)[None, :], output, 0.0)
+        written = known[:, None] & (t < num_tokens)[None, :]  # past the count the query was zero, and so is the output
         tl.store(tl.trans(out) + values[:, None], output.to(out_ptr.dtype.element_ty), mask=written)
 
 

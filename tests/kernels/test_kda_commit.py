@@ -12,8 +12,8 @@ IMPLEMENTATIONS = pytest.mark.parametrize("commit", [kda_commit_ref, launch_kda_
 
 
 def filled(layer, seed=0):
-    for seed, store in enumerate(vars(layer.records).values(), 3 * seed):
-        store.copy_(draw(*store.shape, seed=seed))
+    for number, store in enumerate(vars(layer.records).values()):
+        store.copy_(draw(*store.shape, seed=3 * seed + number))
     return layer
 
 
