@@ -22,7 +22,7 @@ from dspark.sampling import SamplingTensors, to_distribution
 from dspark.sampling import SamplingParams as LibrarySampling
 from dspark.vllm.v1 import DSparkProposer
 
-VOCAB = 6
+VOCAB = 8
 LENGTH = 3
 PROMPTS = ([1, 2], [3, 0, 2, 1, 1])
 REQUESTS = 2000
@@ -43,7 +43,7 @@ def drawn(small_target, tmp_path_factory, engine):
         key = f"{packaging}{changes}"
         if key not in drafters:
             folder = tmp_path_factory.mktemp("small_drafter")
-            # Rank 4 of 6: the drafter's distribution is close to the target's, and different.
+            # Rank 4 of 8: the drafter's distribution is close to the target's, and different.
             drafters[key] = write_drafter(folder, small_target, packaging, changes, rank=4)
         llm = engine(
             drafters[key],
