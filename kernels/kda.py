@@ -37,8 +37,8 @@ SOFTPLUS_LINEAR_ABOVE = 20.0
 class Gate:
     """How a raw gate becomes a log decay.
 
-    Without `lower_bound`: g = -e^a_log softplus(raw + dt_bias), unbounded. With it: g = lower_bound * sigmoid(e^a_log
-    (raw + dt_bias)).
+    Without `lower_bound`: g = -e^a_log softplus(raw + dt_bias), unbounded.
+    With it: g = lower_bound * sigmoid(e^a_log (raw + dt_bias)).
 
     Attributes:
         a_log: [H], log of the decay rate of each head; None is a rate of 1.
@@ -55,10 +55,7 @@ class Gate:
 
     def __post_init__(self) -> None:
         if self.dt_bias.ndim != 2:
-            raise ValueError(
-                f"dt_bias must be [heads, key dim], got {tuple(self.dt_bias.shape)}; reshape a flat [heads * key dim] "
-                f"bias"
-            )
+            raise ValueError(f"dt_bias must be [heads, key dim], got {tuple(self.dt_bias.shape)}; reshape a flat bias")
         if self.a_log is not None and self.a_log.shape != self.dt_bias.shape[:1]:
             raise ValueError(
                 f"a_log must be [{self.dt_bias.shape[0]}], one per head of dt_bias, got {tuple(self.a_log.shape)}"
@@ -97,9 +94,8 @@ class Records:
     """Inputs of recent tokens, a ring of R rows for each of N slots.
 
     `correction` (u): [N, H, R, V], float32 beside a float32 state; `key`, `gate` (both raw): [N, H, R, K] in the
-        activations' dtype.
-    A token has the same ring row in all three. With K = V = 128 that is 1,024 bytes a token and head, or 768 with a
-    bfloat16 correction.
+    activations' dtype. A token has the same ring row in all three. With K = V = 128 that is 1,024 bytes a token and
+    head, or 768 with a bfloat16 correction.
     """
 
     correction: torch.Tensor
@@ -122,8 +118,7 @@ class Records:
 
 @dataclass(frozen=True)
 class KDALayer:
-    """One layer's state: `checkpoint` [N, H, V, K] (float64, float32 or bfloat16; K contiguous), its `records`, and
-    its gate's parameters."""
+    """One layer: `checkpoint` [N, H, V, K] (float64, float32 or bfloat16), its `records` and its `gate`."""
 
     checkpoint: torch.Tensor
     records: Records
@@ -132,8 +127,9 @@ class KDALayer:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a batch have their state; made once a step and used by every layer. All are [B] int64 (`fold`
-    bool) on the device.
+    """Where the rows of a batch have their state; made once a step and used by every layer.
+
+    All are [B] int64 on the device, `fold` bool.
 
     Attributes:
         slots: slot of the checkpoint; a negative slot is a padding row, for which nothing is read or written.
@@ -162,8 +158,7 @@ class Rows:
     ) -> "Rows":
         """Rows whose checkpoint is up to date, as it always is when every step is followed by `kda_commit`.
 
-        Slots up to `null_slot` count as padding: engines point padded rows at a block that nobody reads, vLLM at block
-        0.
+        Slots up to `null_slot` count as padding: engines point padded rows at a block that nobody reads (vLLM: 0).
         """
         slots = torch.where(slots > null_slot, slots, -1)
         zero = torch.zeros_like(slots)
@@ -245,6 +240,7 @@ class LayerTable:
     """Layers that one launch serves: checked once, with the distance of each from the first.
 
     `offsets`: [L, 6] int64 on the layers' device, in elements: checkpoint, correction, key, gate, a_log, dt_bias.
+    `aligned`: whether the first four are multiples of 16, as those of separate allocations are.
     """
 
     def __init__(self, layers: Sequence[KDALayer]) -> None:
@@ -277,6 +273,7 @@ class LayerTable:
             [(t.data_ptr() - base.data_ptr()) // t.element_size() for t, base in zip(row, tensors[0], strict=True)]
             for row in tensors
         ]
+        self.aligned = all(distance % 16 == 0 for row in distances for distance in row[:4])
         self.offsets = torch.tensor(distances, dtype=torch.int64, device=self.layers[0].checkpoint.device)
 
 

@@ -163,8 +163,7 @@ def _kda_chunk_kernel(  # noqa: PLR0915 (a device function; half of it is loads 
 
 
 def launch_kda_chunk(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
-    """Same contract as `kda_verify` for T <= 16, wherever Triton runs; `deferred=False` promises that no row holds
-    records."""
+    """The window solved at once, T <= 16, wherever Triton runs. Same contract as `kda_verify`."""
     batch, num_tokens, heads, key_dim = tokens.key.shape
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
     value_dim, records, gate = tokens.value.shape[-1], layer.records, layer.gate

@@ -4,8 +4,7 @@
 
 n = 0 leaves the checkpoint bit-identical (nothing is read or written), and records beyond n are not read. The cost
 does not depend on n: the records are a [16, V]^T [16, K] product. The same fold writes the state at a chosen position
-    inside the window somewhere else (`Boundary`), which is what a
-prefix cache stores; both come from one read of S_0.
+inside the window somewhere else (`Boundary`), which is what a prefix cache stores; both come from one read of S_0.
 Source: `dspark.kernels.kda`, closed form.
 
 Read `kda_fold_ref` first.
@@ -23,11 +22,10 @@ from dspark.kernels.kda_device import head_rate, held_records, replayed
 
 @dataclass(frozen=True)
 class Boundary:
-    """A second state to store: after `num_records` [B] records, into `slots` [B] of the checkpoints; a negative slot
-    stores nothing.
+    """A second state to store: after `num_records` [B] records, into `slots` [B] of the checkpoints; both int64.
 
-    Both are int64. The slot may be the row's own destination, when the boundary is where the window ends; both writes
-    then have one value.
+    A negative slot stores nothing. The slot may be the row's own destination, when the boundary is where the window
+    ends; both writes then have one value.
     """
 
     slots: torch.Tensor
@@ -56,16 +54,17 @@ def block_boundary(
     if block_size < window:
         raise ValueError(
             f"block_size={block_size} is smaller than a step of {window} tokens: one step could cross two boundaries, "
-            f"and the "
-            f"state at the first would be lost; use blocks of at least {window} tokens"
+            f"and the state at the first would be lost; use blocks of at least {window} tokens"
         )
     distance = block_size - computed % block_size
     return Boundary(torch.where(num_accepted >= distance, block_slots, -1), distance)
 
 
 def kda_fold_ref(layer: KDALayer, rows: Rows, num_records: torch.Tensor) -> torch.Tensor:
-    """The states after `num_records` [B] records from `rows.start`: [B, H, V, K] float32 or float64. Rows without a
-    slot read slot 0."""
+    """The states after `num_records` [B] records from `rows.start`: [B, H, V, K] float32 or float64.
+
+    Rows without a slot read slot 0; their result means nothing.
+    """
     slots, record_slots = rows.slots.clamp_min(0), rows.record_slots.clamp_min(0)
     index = ring_rows(rows.start, layer.records.capacity, layer.records.capacity)
     counts = (torch.arange(index.shape[1], device=index.device) < num_records[:, None])[:, None, :, None]
@@ -138,6 +137,7 @@ def _kda_commit_kernel(
     BOUNDED: tl.constexpr,
     HAS_RATE: tl.constexpr,
     HAS_BOUNDARY: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -161,10 +161,14 @@ def _kda_commit_kernel(
     start = tl.load(start_ptr + row)
     # Each layer lies where it was allocated; the table holds its distance from layer 0 in elements.
     table = offsets_ptr + layer * 6
-    states = state_ptr + tl.load(table) + head * VALUE_DIM * KEY_DIM
-    corrections = correction_ptr + tl.load(table + 1) + record_slot * correction_stride + head * CAPACITY * VALUE_DIM
-    keys = key_ptr + tl.load(table + 2) + record_slot * record_stride + head * CAPACITY * KEY_DIM
-    gates = gate_ptr + tl.load(table + 3) + record_slot * record_stride + head * CAPACITY * KEY_DIM
+    state_at, u_at, key_at, gate_at = tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
+    if ALIGNED:  # or every access would be of one element
+        state_at, u_at = tl.multiple_of(state_at, 16), tl.multiple_of(u_at, 16)
+        key_at, gate_at = tl.multiple_of(key_at, 16), tl.multiple_of(gate_at, 16)
+    states = state_ptr + state_at + head * VALUE_DIM * KEY_DIM
+    corrections = correction_ptr + u_at + record_slot * correction_stride + head * CAPACITY * VALUE_DIM
+    keys = key_ptr + key_at + record_slot * record_stride + head * CAPACITY * KEY_DIM
+    gates = gate_ptr + gate_at + record_slot * record_stride + head * CAPACITY * KEY_DIM
     rate = head_rate(a_log_ptr + tl.load(table + 4), head, HAS_RATE)
     bias = tl.load(bias_ptr + tl.load(table + 5) + head * KEY_DIM + columns, mask=columns < KEY_DIM, other=0.0)
     bias = bias.to(tl.float32)
@@ -190,8 +194,7 @@ def _kda_commit_kernel(
 def launch_kda_commit(
     table: LayerTable, rows: Rows, num_records: torch.Tensor, destinations: torch.Tensor, boundary: Boundary | None
 ) -> None:
-    """One launch of the kernel for all layers. Same contract as `kda_commit`; runs wherever Triton does, in its
-    interpreter too."""
+    """One launch of the kernel for all layers, wherever Triton runs. Same contract as `kda_commit`."""
     first, records = table.layers[0], table.layers[0].records
     _, heads, value_dim, key_dim = first.checkpoint.shape
     block_v = min(TILE_V, max(16, triton.next_power_of_2(value_dim)))
@@ -225,6 +228,7 @@ def launch_kda_commit(
         BOUNDED=first.gate.lower_bound is not None,
         HAS_RATE=first.gate.a_log is not None,
         HAS_BOUNDARY=boundary is not None,
+        ALIGNED=table.aligned,
         ROWS=max(16, triton.next_power_of_2(records.capacity)),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
         BLOCK_V=block_v,

@@ -40,7 +40,7 @@ def log_decay(shifted, rate, lower_bound, BOUNDED: tl.constexpr):
 @triton.jit
 def unit_rows(rows):
     """Each row of [T, K] over its length."""
-    return rows / tl.sqrt(tl.sum(rows * rows, axis=1) + 1e-6)[:, None]
+    return rows * (1.0 / tl.sqrt(tl.sum(rows * rows, axis=1) + 1e-6))[:, None]
 
 
 @triton.jit

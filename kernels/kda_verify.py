@@ -89,8 +89,8 @@ def _kda_verify_kernel(
         beta = tl.load(beta_ptr + (token + t) * beta_stride + head).to(tl.float32)
         beta = 1.0 / (1.0 + tl.exp(-tl.maximum(beta, -80.0)))
         key = raw_key.to(tl.float32)
-        key = key / tl.sqrt(tl.sum(key * key, axis=0) + 1e-6)
-        query = query / tl.sqrt(tl.sum(query * query, axis=0) + 1e-6) * scale
+        key = key * (1.0 / tl.sqrt(tl.sum(key * key, axis=0) + 1e-6))
+        query = query * (scale / tl.sqrt(tl.sum(query * query, axis=0) + 1e-6))
         decay = log_decay(raw_gate.to(tl.float32) + bias, rate, lower_bound, BOUNDED)
         state = state * tl.exp(tl.where(own, decay, 0.0))[None, :]
         correction = beta * (value.to(tl.float32) - tl.sum(state * key[None, :], axis=1))
@@ -113,8 +113,7 @@ def _kda_verify_kernel(
 
 
 def launch_kda_serial(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
-    """The recurrence token by token in one launch, any T. Same contract as `kda_verify`; `deferred=False` promises
-    that no row holds records."""
+    """The recurrence token by token in one launch, any T. Same contract as `kda_verify`."""
     batch, num_tokens, heads, key_dim = tokens.key.shape
     value_dim, records, gate = tokens.value.shape[-1], layer.records, layer.gate
     out = torch.empty_like(tokens.value, memory_format=torch.contiguous_format)
@@ -162,9 +161,9 @@ def kda_verify(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = 
     num_tokens = tokens.key.shape[1]
     if num_tokens > layer.records.capacity:
         raise ValueError(
-            f"{num_tokens} tokens do not fit into records of {layer.records.capacity} rows: later tokens would "
-            f"overwrite earlier ones of the same step; "
-            "allocate at least as many rows as a step has tokens, twice as many to defer folding"
+            f"{num_tokens} tokens do not fit into records of {layer.records.capacity} rows: later tokens would overwrite "
+            "earlier ones of the same step; allocate at least as many rows as a step has tokens, twice as many to defer "
+            "folding"
         )
     if not runs_kernel(layer.checkpoint):
         return kda_verify_ref(tokens, layer, rows)

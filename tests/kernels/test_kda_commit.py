@@ -114,6 +114,15 @@ def test_pools_may_be_padded_between_slots_and_lie_anywhere(commit):
 
 
 @IMPLEMENTATIONS
+def test_nothing_accepted_leaves_every_bit(commit):
+    """Minus zero too, which a multiplication by one and an addition of zero would turn."""
+    layer = filled(random_layer(1, 1, 8, 8, 9, dtype=torch.float32))
+    layer.checkpoint.fill_(-0.0)
+    run(commit, [layer], rows_of([0]), [0])
+    assert torch.signbit(layer.checkpoint).all()
+
+
+@IMPLEMENTATIONS
 def test_rows_may_be_reordered_between_verification_and_commit(commit):
     layer = filled(random_layer(4, 2, 8, 8, 9, dtype=torch.float32))
     first, second = copied([layer]), copied([layer])
@@ -123,13 +132,13 @@ def test_rows_may_be_reordered_between_verification_and_commit(commit):
 
 
 def test_a_pool_may_be_longer_than_2_to_the_31():
-    """Address space alone: only the pages of two slots are touched."""
-    layer = filled(random_layer(2, 1, 8, 8, 9, dtype=torch.float32, state_dtype=torch.bfloat16))
-    far = torch.empty_strided((2, 1, 8, 8), (2**31 + 64, 64, 8, 1), dtype=torch.bfloat16)
+    """Address space alone: only a few pages are touched. Neither slot nor stride is large, their product is."""
+    layer = filled(random_layer(3, 1, 8, 8, 9, dtype=torch.float32, state_dtype=torch.bfloat16))
+    far = torch.empty_strided((3, 1, 8, 8), (2**30 + 64, 64, 8, 1), dtype=torch.bfloat16)
     far.copy_(layer.checkpoint)
     got, expected = KDALayer(far, layer.records, layer.gate), copied([layer])
-    run(launch_kda_commit, [got], rows_of([1]), [7])
-    run(kda_commit_ref, expected, rows_of([1]), [7])
+    run(launch_kda_commit, [got], rows_of([2]), [7])
+    run(kda_commit_ref, expected, rows_of([2]), [7])
     close(far, expected[0].checkpoint, 4e-3)
     assert torch.equal(far[0], layer.checkpoint[0])
 
