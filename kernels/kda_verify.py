@@ -161,9 +161,9 @@ def kda_verify(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = 
     num_tokens = tokens.key.shape[1]
     if num_tokens > layer.records.capacity:
         raise ValueError(
-            f"{num_tokens} tokens do not fit into records of {layer.records.capacity} rows: later tokens would overwrite "
-            "earlier ones of the same step; allocate at least as many rows as a step has tokens, twice as many to defer "
-            "folding"
+            f"{num_tokens} tokens do not fit into records of {layer.records.capacity} rows: later tokens would "
+            "overwrite earlier ones of the same step; allocate at least as many rows as a step has tokens, twice as many "
+            "to defer folding"
         )
     if not runs_kernel(layer.checkpoint):
         return kda_verify_ref(tokens, layer, rows)
