@@ -1,4 +1,4 @@
-"""Everything that the plug-in changes in vLLM; four patches, each with its reason. Checked against CHECKED_RELEASES.
+"""Everything that the plug-in changes in vLLM; five patches, each with its reason. Checked against CHECKED_RELEASES.
 
 With another speculative method, or with the V2 model runner (which has its own DSpark), each patched function returns
 what vLLM's own returns.
@@ -18,7 +18,7 @@ _MARK = "_patched_by_dspark"
 
 
 def apply_patches() -> None:
-    """Apply 1 and 2 (once per process); 2 applies 3 and 4 where they are needed."""
+    """Apply 1 and 2 (once per process); 2 applies the others where they are needed."""
     if hasattr(VllmConfig, _MARK):
         return
     setattr(VllmConfig, _MARK, True)
@@ -51,7 +51,7 @@ def _patch_unsupported_features() -> None:
 
 
 def _patch_runner_choice() -> None:
-    """2. Where the choice falls on the V1 runner, it gets our proposer (3) and a repaired verification (4).
+    """2. Where the choice falls on the V1 runner, it gets our proposer (3) and two repairs (4, 5).
 
     Every process asks this property before it builds a runner. Patching its modules here, and not on loading the
     plug-in, keeps their import out of processes that run another method.
@@ -65,6 +65,7 @@ def _patch_runner_choice() -> None:
         if not use_v2 and _uses_method(self):
             _patch_runner_module()
             _patch_verification()
+            _patch_seeded_chunks()
         return use_v2
 
     VllmConfig.use_v2_model_runner = property(use_v2_model_runner)
@@ -123,3 +124,31 @@ def expand_batch_to_tokens(
     """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
+def _patch_seeded_chunks() -> None:
+    """5. On a CPU a seeded request survives a prompt that is processed in chunks, and keeps its numbers.
+
+    The runner samples unfinished prompts too, drops the token, and rewinds the request's generator by an offset, which
+    CPU generators do not have: the engine stops with "CPU Generator does not use offset", with or without speculation.
+    Here the generators of unfinished prompts are out of reach while tokens are sampled, and nothing is to be rewound.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not current_platform.is_cpu() or hasattr(GPUModelRunner.sample_tokens, _MARK):
+        return
+    vllms_own = GPUModelRunner.sample_tokens
+
+    @wraps(vllms_own)
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        generators = self.input_batch.generators
+        unfinished = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        held = {row: generators.pop(row) for row in unfinished if row in generators}
+        try:
+            return vllms_own(self, grammar_output)
+        finally:
+            generators.update(held)
+
+    setattr(sample_tokens, _MARK, True)
+    GPUModelRunner.sample_tokens = sample_tokens

@@ -152,9 +152,9 @@ def test_parameters_that_vllm_refuses_with_any_drafter(fields, engine, drafter):
         run(engine(drafter(), speculative=DRAFTS), LONG[:1], temperature=1.0, **fields)
 
 
-def test_seeded_requests_do_not_depend_on_the_batch(engine, drafter):
-    # A budget that takes every prompt whole: vLLM's CPU runner fails on seeded requests whose prompt comes in chunks.
-    llm = engine(drafter(), speculative=DRAFTS, max_num_batched_tokens=2048)
+@pytest.mark.parametrize("budget", [2048, 48], ids=["whole-prompts", "chunks"])
+def test_seeded_requests_do_not_depend_on_the_batch(budget, engine, drafter):
+    llm = engine(drafter(), speculative=DRAFTS, max_num_batched_tokens=budget)
     sampled = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
     alone = [tokens(run(llm, [prompt], seed=11, **sampled))[0] for prompt in LONG]
     params = [SamplingParams(seed=11, **sampled) for _ in LONG]
