@@ -162,8 +162,8 @@ def kda_verify(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = 
     if num_tokens > layer.records.capacity:
         raise ValueError(
             f"{num_tokens} tokens do not fit into records of {layer.records.capacity} rows: later tokens would "
-            "overwrite earlier ones of the same step; allocate at least as many rows as a step has tokens, twice as many "
-            "to defer folding"
+            "overwrite earlier ones of the same step; allocate at least as many rows as a step has tokens, twice as "
+            "many to defer folding"
         )
     if not runs_kernel(layer.checkpoint):
         return kda_verify_ref(tokens, layer, rows)
