@@ -25,13 +25,14 @@ class RecurrentSizes:
     """The recurrent layers of a target, on one device.
 
     Attributes:
-        num_layers: KDA layers.
+        num_layers: KDA or Gated DeltaNet layers.
         num_heads: heads on this device.
         key_dim: K.
         value_dim: V.
         conv_width: W of the short convolution; W - 1 columns are its history.
         state_bytes: of one number in a state and in a correction, 4 or 2.
         activation_bytes: of one number in a recorded key or gate, and in a convolution column.
+        num_key_heads: heads of queries and keys in the convolution, where they are fewer (Gated DeltaNet).
     """
 
     num_layers: int
@@ -41,34 +42,40 @@ class RecurrentSizes:
     conv_width: int = 4
     state_bytes: int = 4
     activation_bytes: int = 2
+    num_key_heads: int | None = None
 
     @classmethod
     def from_config(cls, config: Any, *, tensor_parallel: int = 1, state_bytes: int = 4) -> "RecurrentSizes":
         """Read a model configuration, as transformers object or as the content of a config.json.
 
+        Understands `linear_attn_config` (Kimi), `linear_num_heads` (Kimi in transformers) and `linear_num_value_heads`
+        (Gated DeltaNet).
+
         Raises:
-            ValueError: the model has no KDA layers, or its heads can't be divided.
+            ValueError: the model has no such layers, or its heads can't be divided.
         """
         fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         fields = fields.get("text_config") or fields
-        linear = fields.get("linear_attn_config") or {}
-        layers = linear.get("kda_layers") or [
-            i for i, kind in enumerate(fields.get("layer_types") or ()) if kind == "linear_attention"
-        ]
-        heads = linear.get("num_heads") or fields.get("linear_num_heads")
-        dim = linear.get("head_dim") or fields.get("linear_head_dim")
-        width = linear.get("short_conv_kernel_size") or fields.get("linear_conv_kernel_dim") or 4
-        if not (layers and heads and dim):
+        kimi, types = fields.get("linear_attn_config") or {}, fields.get("layer_types") or ()
+        layers = len(kimi.get("kda_layers") or ()) or sum(kind == "linear_attention" for kind in types)
+        heads = kimi.get("num_heads") or fields.get("linear_num_heads") or fields.get("linear_num_value_heads")
+        key_heads = heads if kimi else fields.get("linear_num_key_heads") or heads
+        dim = kimi.get("head_dim") or fields.get("linear_head_dim")
+        key_dim, value_dim = dim or fields.get("linear_key_head_dim"), dim or fields.get("linear_value_head_dim")
+        width = kimi.get("short_conv_kernel_size") or fields.get("linear_conv_kernel_dim") or 4
+        if not (layers and heads and key_heads and key_dim and value_dim):
             raise ValueError(
-                f"model type {fields.get('model_type')!r} has no Kimi Delta Attention layers (neither "
-                f"linear_attn_config nor layer_types with "
-                "linear_num_heads and linear_head_dim): it has no recurrent state to account for"
+                f"model type {fields.get('model_type')!r} has no Kimi Delta Attention or Gated DeltaNet layers that "
+                "are known here (no linear_attn_config, and no layer_types with linear_num_heads or "
+                "linear_num_value_heads): there is no recurrent state to account for"
             )
-        if tensor_parallel < 1 or heads % tensor_parallel:
+        if tensor_parallel < 1 or heads % tensor_parallel or key_heads % tensor_parallel:
             raise ValueError(
-                f"tensor_parallel={tensor_parallel} does not divide the {heads} heads of the recurrent layers"
+                f"tensor_parallel={tensor_parallel} does not divide the {heads} heads (of keys: {key_heads}) of the "
+                "recurrent layers"
             )
-        return cls(len(layers), heads // tensor_parallel, dim, dim, width, state_bytes)
+        shared = (heads // tensor_parallel, key_dim, value_dim, width, state_bytes)
+        return cls(layers, *shared, num_key_heads=key_heads // tensor_parallel if key_heads != heads else None)
 
     @property
     def state(self) -> int:
@@ -84,7 +91,9 @@ class RecurrentSizes:
     @property
     def column(self) -> int:
         """Bytes of one token's convolution inputs, all layers."""
-        return self.num_layers * self.num_heads * (2 * self.key_dim + self.value_dim) * self.activation_bytes
+        key_heads = self.num_heads if self.num_key_heads is None else self.num_key_heads
+        channels = 2 * key_heads * self.key_dim + self.num_heads * self.value_dim
+        return self.num_layers * channels * self.activation_bytes
 
 
 @dataclass(frozen=True)

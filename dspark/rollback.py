@@ -33,13 +33,15 @@ class RecurrentSpec:
     Attributes:
         gate: its gate, which also says the number of heads H and the key dim K.
         value_dim: V.
-        conv_width: W of the short convolution over H (2 K + V) channels.
+        channels: C of the short convolution, H (2 K + V) where queries and keys have as many heads as values.
+        conv_width: W of the short convolution.
         dtype: of the activations, hence of recorded keys, gates and convolution inputs.
         state_dtype: of checkpoints and corrections.
     """
 
     gate: Gate
     value_dim: int
+    channels: int
     conv_width: int
     dtype: torch.dtype
     state_dtype: torch.dtype
@@ -48,11 +50,6 @@ class RecurrentSpec:
     def state_shape(self) -> tuple[int, int, int]:
         heads, key_dim = self.gate.dt_bias.shape
         return heads, self.value_dim, key_dim
-
-    @property
-    def channels(self) -> int:
-        heads, value_dim, key_dim = self.state_shape
-        return heads * (2 * key_dim + value_dim)
 
 
 class RecurrentState:

@@ -1,10 +1,10 @@
 """The target model: one ragged batch of requests verified in one forward pass.
 
 `Target` is what the generation loop needs of a model; `HFTarget` provides it for any Hugging Face causal LM whose
-layers are full attention or Kimi Delta Attention. Rows of a batch may have different lengths: each request's keys and
-values stand at their absolute positions in a `RaggedKV`, and a mask says what each row sees. `verify` writes rows
-behind the committed ones; only `commit` moves the committed length, so a rejected draft is undone by not committing
-it. Recurrent state, which has no rows, is undone by `dspark.rollback`.
+layers are full attention, Kimi Delta Attention or Gated DeltaNet. Rows of a batch may have different lengths: each
+request's keys and values stand at their absolute positions in a `RaggedKV`, and a mask says what each row sees.
+`verify` writes rows behind the committed ones; only `commit` moves the committed length, so a rejected draft is undone
+by not committing it. Recurrent state, which has no rows, is undone by `dspark.rollback`.
 
 Taps are read by hooks on the decoder layers and index Hugging Face `hidden_states`: 0 = what the first layer
 receives, k = raw output of layer k-1.
@@ -336,7 +336,7 @@ def refuse_unsupported_layers(config: Any) -> None:
         unsupported += [f"recurrent layers ({name})" for name in recurrent]
     if unsupported:
         raise ValueError(
-            f"target {config.model_type!r} has layers of type {', '.join(unsupported)}; supported are "
-            "full attention and Kimi Delta Attention: a rejected draft could not be undone in their state, and the "
-            "output would drift from the target's. Choose another target"
+            f"target {config.model_type!r} has layers of type {', '.join(unsupported)}; supported are full attention, "
+            "Kimi Delta Attention and Gated DeltaNet: a rejected draft could not be undone in their state, and the output "
+            "would drift from the target's. Choose another target"
         )

@@ -12,7 +12,12 @@ def specs(count=LAYERS):
     g = torch.Generator().manual_seed(0)
     draw = [torch.randn(HEADS, KEY_DIM, generator=g, dtype=torch.float64) for _ in range(count)]
     rate = torch.tensor([-2.0, 0.5], dtype=torch.float64)
-    return [RecurrentSpec(Gate(rate, bias, -5.0), VALUE_DIM, WIDTH, torch.float64, torch.float64) for bias in draw]
+    return [
+        RecurrentSpec(
+            Gate(rate, bias, -5.0), VALUE_DIM, HEADS * (2 * KEY_DIM + VALUE_DIM), WIDTH, torch.float64, torch.float64
+        )
+        for bias in draw
+    ]
 
 
 WEIGHT = torch.randn(specs()[0].channels, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

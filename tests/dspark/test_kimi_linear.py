@@ -5,7 +5,7 @@ import pytest
 import torch
 from kimi import ATTENTION, KDA, kimi_model, kimi_pair, kimi_target
 from pairs import drafter_config, tiny_drafter
-from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import Mamba2Config, Mamba2ForCausalLM, OlmoHybridConfig, OlmoHybridForCausalLM
 
 from dspark import SamplingParams, generate
 from dspark.rollback import RecurrentState
@@ -234,18 +234,23 @@ def test_the_run_of_the_broken_rollbacks_is_right_unharmed(pair):
 
 
 def test_other_recurrent_layers_are_refused_by_name():
-    fields = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    fields = {
+        "vocab_size": 16,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "pad_token_id": None,
+    }
     fields |= {
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "layer_types": ["full_attention", "linear_attention"],
     }
-    fields |= {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
-    fields |= {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
-    fields |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    gated_delta = Qwen3NextForCausalLM(Qwen3NextConfig(**fields, shared_expert_intermediate_size=8))
-    with pytest.raises(ValueError, match=r"layer 1 of the target is recurrent \(linear_attention: .*GatedDeltaNet"):
-        HFTarget(gated_delta)
+    negative = OlmoHybridForCausalLM(OlmoHybridConfig(**fields))  # its beta reaches 2
+    with pytest.raises(
+        ValueError, match=r"layer 1 of the target is recurrent \(linear_attention: .*OlmoHybridGatedDelta"
+    ):
+        HFTarget(negative)
     mamba = Mamba2ForCausalLM(
         Mamba2Config(
             vocab_size=16, hidden_size=16, num_heads=4, head_dim=8, state_size=8, n_groups=1, num_hidden_layers=1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from recurrent_cases import inputs, run, specs
-from transformers import KimiLinearConfig, LlamaConfig
+from transformers import KimiLinearConfig, LlamaConfig, Qwen3NextConfig
 
 from dspark.memory import SCHEMES, PagedPool, RecurrentSizes, describe_memory, recurrent_memory
 from dspark.rollback import RecurrentState
@@ -90,6 +90,13 @@ def test_configurations_of_both_forms_agree():
     assert RecurrentSizes.from_config({"text_config": raw}) == expected
 
 
+def test_gated_delta_net_convolves_fewer_key_heads():
+    """Qwen3-Next: 36 layers, 16 heads of keys and 32 of values, 128 each: a state of 72 MiB and 8,192 channels."""
+    sizes = RecurrentSizes.from_config(Qwen3NextConfig())
+    assert sizes.state == 72 * MIB
+    assert sizes.column == 36 * 8192 * 2
+
+
 def test_every_scheme_is_described():
     lines = describe_memory(TP8, 8)
     assert [line.split(":")[0] for line in lines] == list(SCHEMES)
@@ -100,8 +107,14 @@ def test_every_scheme_is_described():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        pytest.param(lambda: RecurrentSizes.from_config(LlamaConfig()), "'llama' has no Kimi Delta", id="no-kda"),
-        pytest.param(lambda: RecurrentSizes.from_config(K3, tensor_parallel=7), "tensor_parallel=7 does not", id="tp"),
+        pytest.param(
+            lambda: RecurrentSizes.from_config(LlamaConfig()),
+            "'llama' has no Kimi Delta Attention or Gated",
+            id="no-kda",
+        ),
+        pytest.param(
+            lambda: RecurrentSizes.from_config(K3, tensor_parallel=7), "tensor_parallel=7 does not divide", id="tp"
+        ),
         pytest.param(lambda: recurrent_memory(TP8, 8, "undo"), "scheme='undo' is unknown", id="scheme"),
         pytest.param(lambda: recurrent_memory(TP8, -1), "num_draft_tokens=-1", id="drafts"),
     ],
