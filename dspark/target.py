@@ -337,6 +337,6 @@ def refuse_unsupported_layers(config: Any) -> None:
     if unsupported:
         raise ValueError(
             f"target {config.model_type!r} has layers of type {', '.join(unsupported)}; supported are full attention, "
-            "Kimi Delta Attention and Gated DeltaNet: a rejected draft could not be undone in their state, and the output "
-            "would drift from the target's. Choose another target"
+            "Kimi Delta Attention and Gated DeltaNet: a rejected draft could not be undone in their state, and the "
+            "output would drift from the target's. Choose another target"
         )
