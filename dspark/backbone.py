@@ -16,11 +16,17 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark.cache import RaggedKV
 from dspark.config import DrafterConfig, LayerConfig
+
+
+# Without cuDNN, to which PyTorch gives attention with a mask on recent GPUs: it builds a plan for every new shape, and the
+# context grows with every step.
+ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class RMSNorm(nn.Module):
@@ -117,12 +123,13 @@ class DrafterAttention(nn.Module):
             [B, R, hidden].
         """
         group = queries.shape[2] // keys.shape[2]
-        attended = F.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2).repeat_interleave(group, dim=1),
-            values.transpose(1, 2).repeat_interleave(group, dim=1),
-            attn_mask=mask,
-        )
+        with sdpa_kernel(ATTENTION_BACKENDS):
+            attended = F.scaled_dot_product_attention(
+                queries.transpose(1, 2),
+                keys.transpose(1, 2).repeat_interleave(group, dim=1),
+                values.transpose(1, 2).repeat_interleave(group, dim=1),
+                attn_mask=mask,
+            )
         return self.o_proj(attended.transpose(1, 2).flatten(-2))
 
 

@@ -18,9 +18,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import CacheLayerMixin
 
+from dspark.backbone import ATTENTION_BACKENDS
 from dspark.cache import RaggedKV
 from dspark.recurrent import RECURRENT_TYPES, ReplayLayer, attach
 from dspark.rollback import HybridCache
@@ -250,14 +252,15 @@ class HFTarget:
         # Only padding rows can lie beyond the last position; a learned position table has no row for them.
         positions = positions.clamp_max(self.max_positions - 1)
         self._captured.clear()
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            **{self._cache_argument: _AttendedCache(cache, num_slots)},
-        )
+        with sdpa_kernel(ATTENTION_BACKENDS):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **{self._cache_argument: _AttendedCache(cache, num_slots)},
+            )
         taps = [self._captured[tap_id] for tap_id in self._tap_ids]
         self._captured.clear()
         return TargetOutput(
