@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dspark.cache import RaggedKV
 from dspark.config import DrafterConfig, LayerConfig
 
-# Without cuDNN, which PyTorch prefers for masked attention on recent GPUs: it builds a plan for every new shape, and the
+# Without cuDNN, which PyTorch prefers for masked attention on recent GPUs: it builds a plan for each new shape, and the
 # context grows with every step.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
