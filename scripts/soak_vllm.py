@@ -98,8 +98,16 @@ def wait_until_ready(url: str, process: subprocess.Popen) -> None:
 
 def stream(url: str, model: str, job: Job, sampling: dict[str, float]) -> list[int]:
     """Token ids of one streamed request, as far as they were read."""
-    body = {"model": model, "prompt": job.prompt, "max_tokens": job.max_tokens, "stream": True, "return_token_ids": True}
-    request = Request(f"{url}/v1/completions", json.dumps(body | sampling).encode(), {"Content-Type": "application/json"})
+    body = {
+        "model": model,
+        "prompt": job.prompt,
+        "max_tokens": job.max_tokens,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    request = Request(
+        f"{url}/v1/completions", json.dumps(body | sampling).encode(), {"Content-Type": "application/json"}
+    )
     tokens: list[int] = []
     with urlopen(request, timeout=600) as answer:
         for line in answer:
@@ -156,6 +164,7 @@ def soak(
 
 
 def parse_args() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("target", help="folder or Hub id of the target")
     parser.add_argument("drafter", help="folder or Hub id of the drafter")

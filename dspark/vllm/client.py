@@ -236,9 +236,7 @@ class _Server:
     root: str
     model: str | None
 
-    def complete(
-        self, prompt: Sequence[int], params: SamplingParams, read_counters: bool
-    ) -> tuple[Generation, bool]:
+    def complete(self, prompt: Sequence[int], params: SamplingParams, read_counters: bool) -> tuple[Generation, bool]:
         """One request; and whether the server reported its steps (if not, they are taken from the counters)."""
         before = self.counters() if read_counters else {}
         body = {"model": self.model, "prompt": list(prompt), "return_token_ids": True, **_fields(params)}

@@ -41,7 +41,8 @@ def _patch_unsupported_features() -> None:
     def unsupported_features(self: VllmConfig) -> list[str]:
         unsupported = vllms_own(self)
         if _uses_method(self):
-            from dspark.vllm.requirements import check_configuration  # imports the library, which others need not wait for
+            # Imports the library, for which processes with another method need not wait.
+            from dspark.vllm.requirements import check_configuration
 
             check_configuration(self)
             unsupported = [feature for feature in unsupported if feature != REFUSAL]

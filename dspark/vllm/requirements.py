@@ -122,7 +122,9 @@ def _engine_problems(config: VllmConfig) -> list[str]:
     if parallel.use_ubatching:
         problems.append("dual-batch overlap: the drafter sees whole batches only; turn it off")
     if config.lora_config is not None:
-        problems.append("LoRA: the drafter was trained on the base model's states, and this was never tested; turn it off")
+        problems.append(
+            "LoRA: the drafter was trained on the base model's states, and this was never tested; turn it off"
+        )
     if config.kv_transfer_config is not None:
         problems.append(
             "a KV connector: rows restored by it would lack the drafter's context, which exists only for tokens that"

@@ -26,10 +26,10 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from dspark.backbone import rotary_tables
 from dspark.checkpoint import load_drafter
-from dspark.drafter import Drafter
+from dspark.config import DrafterConfig
 from dspark.sampling import Drafting, OneHotProposal, SamplingTensors, Streams
 from dspark.vllm.context import DraftContextLayer, PagedContext
-from dspark.vllm.requirements import ServedTarget
+from dspark.vllm.requirements import ServedTarget, resolve_drafter
 
 logger = init_logger("vllm.dspark")
 
@@ -84,6 +84,7 @@ class DSparkProposer(DFlashProposer):
             )
         target = served_target(target_model, self.vllm_config)
         path = self.speculative_config.draft_model_config.model
+        check_shareable(resolve_drafter(path, self.vllm_config.model_config), target)
         self.model = load_drafter(path, target=target, device=self.device, dtype=self.dtype)
         config = self.model.config
         self.context_layers = [
@@ -111,8 +112,8 @@ class DSparkProposer(DFlashProposer):
         if self.model.confidence_head is not None:
             inactive.append("confidence head (adaptive verification needs the V2 runner)")
         return (
-            f"dspark {version('dspark')} on vLLM {vllm_version}, V1 model runner: {config.family} drafter {path}; Markov"
-            f" head {markov}, confidence head {config.confidence}; K={self.num_speculative_tokens} of"
+            f"dspark {version('dspark')} on vLLM {vllm_version}, V1 model runner: {config.family} drafter {path};"
+            f" Markov head {markov}, confidence head {config.confidence}; K={self.num_speculative_tokens} of"
             f" {config.max_draft_tokens} trained, {'anchor-first' if config.anchor_first else '1+N'} layout;"
             f" draft vocabulary {config.draft_vocab_size} of {self.model.target_vocab_size}; {self.drafting} drafting,"
             f" standard rejection sampling (vLLM's sampler); inactive: {', '.join(inactive)}"
@@ -130,9 +131,9 @@ class DSparkProposer(DFlashProposer):
         ]
         if len(groups) != 1:
             raise ValueError(
-                f"dspark: vLLM spreads the drafter's context over {len(groups)} KV cache groups, and the V1 runner hands"
-                " over the block tables of one. This happens for targets that mix kinds of attention (sliding window,"
-                " recurrent): they are not supported on this runner"
+                f"dspark: vLLM spreads the drafter's context over {len(groups)} KV cache groups, and the V1 runner"
+                " hands over the block tables of one. This happens for targets that mix kinds of attention (sliding"
+                " window, recurrent): they are not supported on this runner"
             )
         self.kv_cache_gid = groups[0]
 
@@ -140,7 +141,7 @@ class DSparkProposer(DFlashProposer):
         """vLLM's warm-up: there is nothing to compile or capture."""
 
     @torch.inference_mode()
-    def propose(
+    def propose(  # noqa: PLR0913  (the runner calls it so)
         self,
         num_speculative_tokens: int,
         target_token_ids: torch.Tensor,
@@ -163,7 +164,8 @@ class DSparkProposer(DFlashProposer):
             target_hidden_states: [T, num_taps * hidden], the taps of those tokens.
             next_token_ids: [B], each request's newest token (the anchor).
             token_indices_to_sample: not needed.
-            common_attn_metadata: block tables [B, n] and slots [T] of the drafter's cache group, and each request's rows.
+            common_attn_metadata: block tables [B, n] and slots [T] of the drafter's cache group, and where each
+                request's rows are.
             sampling_metadata: the requests' sampling parameters.
             mm_embed_inputs: not needed.
             num_rejected_tokens_gpu: [B], rejected drafts of this step; None if nothing was drafted.
@@ -174,7 +176,8 @@ class DSparkProposer(DFlashProposer):
             treats like any greedy draft. The matching q waits for `take_last_draft_probs`.
         """
         batch_size, num_tokens = common_attn_metadata.num_reqs, target_positions.shape[0]
-        rows = StepRows.of(target_positions, common_attn_metadata.query_start_loc[: batch_size + 1], num_rejected_tokens_gpu)
+        starts = common_attn_metadata.query_start_loc[: batch_size + 1]
+        rows = StepRows.of(target_positions, starts, num_rejected_tokens_gpu)
         slots = common_attn_metadata.slot_mapping[:num_tokens]
         self._store_context(
             target_hidden_states[rows.committed], target_positions[rows.committed], slots[rows.committed]
@@ -239,7 +242,7 @@ class DSparkProposer(DFlashProposer):
         )
 
     def _streams(self, requests: list[str]) -> Streams:
-        """Draft noise of each request, keyed by its seed; without one, by a number drawn when the request is first seen.
+        """Draft noise of each request, keyed by its seed, or by a number drawn when the request is first seen.
 
         vLLM draws the acceptance and recovery noise from its own generators, so that draft noise never meets it.
         """
@@ -255,8 +258,7 @@ class DSparkProposer(DFlashProposer):
 def served_target(model: nn.Module, config: VllmConfig) -> ServedTarget:
     """Facts and raw matrices of the loaded target, without the rows that vLLM pads its vocabulary with.
 
-    A matrix that vLLM does not keep as plain floating-point weights is described by its shape only; a drafter that
-    needs to share it fails when it is used.
+    A matrix that vLLM does not keep as plain floating-point weights is described by its shape only.
     """
     language_model = model.get_language_model() if supports_multimodal(model) else model
     described = ServedTarget.described_by(config.model_config)
@@ -277,9 +279,19 @@ def served_target(model: nn.Module, config: VllmConfig) -> ServedTarget:
     )
 
 
+def check_shareable(drafter: DrafterConfig, target: ServedTarget) -> None:
+    """Refuse a drafter that needs a matrix of the target which vLLM holds in another form (ValueError)."""
+    for name, owned, matrix in (
+        ("embed_tokens", drafter.owns_embedding, target.input_embedding),
+        ("lm_head", drafter.owns_head, target.output_head),
+    ):
+        if not owned and matrix.is_meta:
+            raise ValueError(
+                f"dspark: the drafter ships no {name} and would share the target's, but vLLM holds that matrix"
+                " quantised or packed: use a drafter that ships its own, or the unquantised target"
+            )
+
+
 def _signed(seed: int) -> int:
     """The 64 bits of a request's seed as a signed integer."""
     return (seed + 2**63) % 2**64 - 2**63
-
-
-__all__ = ["DSparkProposer", "Drafter", "StepRows", "served_target"]

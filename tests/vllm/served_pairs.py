@@ -23,7 +23,7 @@ MAX_POSITIONS = 512
 
 
 def write_target(folder: Path, vocab_size: int = VOCAB, spread: float = 2.0, seed: int = 0) -> Path:
-    """A Llama with float32 weights and the byte tokenizer; head_dim 32 is the smallest that vLLM's CPU attention takes."""
+    """A Llama with float32 weights and the byte tokenizer. vLLM's CPU attention takes no head_dim below 32."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -61,8 +61,7 @@ def follow_logits(target: Path) -> torch.Tensor:
 def write_drafter(
     folder: Path, target: Path, packaging: str = "deepspec", changes: Mapping[str, Any] | None = None, rank: int = 28
 ) -> Path:
-    """A drafter for `target`; `changes` as in `checkpoints_util`. Every second target id is drafted if the vocabulary is
-    reduced."""
+    """A drafter for `target`; `changes` as in `checkpoints_util`. A reduced vocabulary keeps every second target id."""
     follow = follow_logits(target)
     vocab_size = follow.shape[0]
     base, section = (DEEPSPEC, "") if packaging == "deepspec" else (SPECULATORS, "transformer_layer_config.")

@@ -18,8 +18,8 @@ from served_pairs import write_drafter, write_target
 from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
-from dspark.sampling import SamplingTensors, to_distribution
 from dspark.sampling import SamplingParams as LibrarySampling
+from dspark.sampling import SamplingTensors, to_distribution
 from dspark.vllm.v1 import DSparkProposer
 
 VOCAB = 8
@@ -107,7 +107,9 @@ TRUNCATED = {"temperature": 0.8, "top_k": 4, "top_p": 0.9}
         pytest.param("deepspec", None, None, TRUNCATED, False, id="temperature-top-k-top-p"),
         pytest.param("deepspec", None, None, {"temperature": 1.0}, True, id="a-seed-for-every-request"),
         pytest.param("deepspec", None, {"num_speculative_tokens": 2}, {"temperature": 1.0}, False, id="two-of-four"),
-        pytest.param("deepspec", None, {"draft_sample_method": "greedy"}, {"temperature": 1.0}, False, id="greedy-drafts"),
+        pytest.param(
+            "deepspec", None, {"draft_sample_method": "greedy"}, {"temperature": 1.0}, False, id="greedy-drafts"
+        ),
         pytest.param("deepspec", {"markov_head_type": "rnn"}, None, {"temperature": 1.0}, False, id="rnn-head"),
         pytest.param("speculators", None, None, {"temperature": 1.0}, False, id="reduced-vocabulary-1+N"),
         pytest.param("speculators", None, None, TRUNCATED, False, id="reduced-vocabulary-truncated"),

@@ -109,7 +109,7 @@ def test_drafts_are_the_librarys(packaging, changes, num_drafts, drafting, engin
 
 
 def test_compiled_target(engine, drafter, library):
-    """vLLM's default: the target compiled. Without a Markov head the drafts depend on every tap, the embedding included."""
+    """vLLM's default. Without a Markov head the drafts depend on every tap, the embedding included."""
     path = drafter(markov_rank=0, confidence_head_with_markov=False)
     llm, served, expected = engine(path, enforce_eager=False), [], []
     with recorded(DSparkProposer, served):

@@ -1,4 +1,4 @@
-"""What cannot work is refused while vLLM builds its configuration: before a model is loaded, with every reason named."""
+"""What cannot work is refused while vLLM builds its configuration: before a model is loaded, every reason named."""
 
 import json
 from importlib.metadata import entry_points
@@ -17,8 +17,9 @@ def refused(target, drafter):
     def message(path=None, speculative=None, **options):
         speculative = {"method": "dspark", "num_speculative_tokens": 4} | (speculative or {})
         options = {"model": str(target), "dtype": "float32", "max_model_len": 256} | options
+        options["speculative_config"] = {"model": str(path or drafter())} | speculative
         try:
-            EngineArgs(**options, speculative_config={"model": str(path or drafter())} | speculative).create_engine_config()
+            EngineArgs(**options).create_engine_config()
         except ValueError as error:
             return str(error)
         return None

@@ -120,7 +120,10 @@ def test_logprobs_are_the_targets(engine, drafter):
     speculative = run(engine(drafter(), speculative=DRAFTS), logprobs=3, prompt_logprobs=2)
     plain = run(engine(), logprobs=3, prompt_logprobs=2)
     for mine, expected in zip(speculative, plain, strict=True):
-        pairs = [(mine.outputs[0].logprobs, expected.outputs[0].logprobs), (mine.prompt_logprobs, expected.prompt_logprobs)]
+        pairs = [
+            (mine.outputs[0].logprobs, expected.outputs[0].logprobs),
+            (mine.prompt_logprobs, expected.prompt_logprobs),
+        ]
         for found, wanted in pairs:
             assert len(found) == len(wanted)
             for position, reference in zip(found, wanted, strict=True):
@@ -236,6 +239,9 @@ def choice_law(target, prompt, choices):
 
 def test_no_blocks_are_lost(engine, drafter):
     """After everything above, every block of each engine is free again."""
-    for llm in (engine(drafter(), speculative=DRAFTS), engine(drafter(), block_size=32, num_gpu_blocks_override=14, speculative=DRAFTS)):
+    for llm in (
+        engine(drafter(), speculative=DRAFTS),
+        engine(drafter(), block_size=32, num_gpu_blocks_override=14, speculative=DRAFTS),
+    ):
         pool = scheduler(llm).kv_cache_manager.block_pool
         assert free_blocks(llm) == pool.num_gpu_blocks - 1  # vLLM keeps block 0 for padding
