@@ -182,8 +182,9 @@ def _build(
         state[name] = tensor.to(dtype, copy=is_mapped)
     findings.raise_problems(path)
     if drafter.d2t is not None and "d2t" not in state:
-        # Only reached when the target's vocabulary is the draft's: the embedding has extra rows, the ids are the same.
-        state["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
+        # Only reached when the target has no more tokens than the head has rows, and the embedding has extra ones: the
+        # draft ids are the target's own, and head rows beyond them are padding to crop.
+        drafter.d2t = None
     drafter.load_state_dict(state, strict=True, assign=True)
     unset = [name for name, value in (*drafter.named_parameters(), *drafter.named_buffers()) if value.is_meta]
     assert not unset, f"tensors without storage after loading: {unset}"

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from dspark.checkpoint import load_drafter
 from dspark.families import CheckpointError
+from dspark.sampling import SamplingParams, SamplingTensors, Streams
 
 QKV = [f"layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkv"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -189,13 +190,20 @@ def test_draft_ids_are_offsets_from_their_own_index(tmp_path):
     assert drafter.draft_ids().tolist() == [0, 3, 7, 9]
 
 
-def test_a_full_head_under_a_larger_embedding_keeps_the_targets_ids(tmp_path):
+@pytest.mark.parametrize("target_vocab_size", [95, 90], ids=["full-head", "padded-head"])
+def test_a_full_head_under_a_larger_embedding_keeps_the_targets_ids(target_vocab_size, tmp_path):
     config = changed(SPECULATORS, {"draft_vocab_size": 95})
     weights = {name: tensor for name, tensor in random_weights(config).items() if name not in ("d2t", "t2d")}
-    weights["lm_head.weight"] = torch.randn(95, 32)
-    weights["markov_head.markov_w2.weight"] = torch.randn(95, 8)
-    drafter = load_drafter(write_checkpoint(tmp_path, config, weights), target=FakeTarget(95, num_layers=8))
-    assert drafter.draft_ids().tolist() == list(range(95))
+    weights["lm_head.weight"] = torch.zeros(95, 32)
+    weights["markov_head.markov_w2.weight"] = torch.zeros(95, 8)
+    target = FakeTarget(target_vocab_size, num_layers=8)
+    drafter = load_drafter(write_checkpoint(tmp_path, config, weights), target=target, dtype=torch.float32)
+    cache, params = drafter.new_cache(64), [SamplingParams(seed=seed) for seed in range(64)]
+    drafter.extend(cache, torch.zeros(64, 1, 96), [1] * 64)
+    sampling, streams = SamplingTensors.stack(params, "cpu"), Streams.for_params(params, "cpu")
+    draft = drafter.propose(cache, torch.arange(64), sampling, streams, num_draft_tokens=4)
+    # 256 draws from a flat q: with five ids too many all would stay below 90 with probability 1e-6.
+    assert target_vocab_size - 10 < draft.tokens.max() < target_vocab_size
 
 
 def test_head_rows_beyond_the_target_are_padding(tmp_path):
