@@ -3,7 +3,7 @@
 from dspark.evals.acceptance import Acceptance, measure_acceptance
 from dspark.evals.datasets import format_prompt, load_dataset, packaged_datasets
 from dspark.evals.report import ResultRow, format_table
-from dspark.evals.run import evaluate
+from dspark.evals.run import evaluate, evaluate_backend
 from dspark.evals.settings import EvalSettings
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "EvalSettings",
     "ResultRow",
     "evaluate",
+    "evaluate_backend",
     "format_prompt",
     "format_table",
     "load_dataset",

@@ -98,7 +98,9 @@ def describe_settings(row: ResultRow) -> str:
         template += f" template {prompt_format['template_sha256'][:8]}"
     thinking = {None: "no thinking switch", False: "thinking off", True: "thinking on"}[prompt_format["thinking"]]
     drafting = PLAIN
-    if drafter is not None:
+    if drafter is not None and settings["num_draft_tokens"] is None:
+        drafting = "drafter, K and drafting as the server was started with"
+    elif drafter is not None:
         drafting = (
             f"K={settings['num_draft_tokens']}, block {drafter['block_size']} {drafter['layout']}, "
             f"{settings['drafting']} drafting, {settings['verification']}"
@@ -107,8 +109,16 @@ def describe_settings(row: ResultRow) -> str:
     return (
         f"{row.dataset}: sha256 {settings['dataset']['sha256'][:8]}, {settings['turns']} turn, {template}, {thinking}; "
         f"{drafting}; {sampling}, at most {settings['max_new_tokens']} tokens, seed {settings['seed']}; "
-        f"target {settings['target']['dtype']} on {settings['target']['device']}"
+        f"target {settings['target']['dtype'] or 'as served'} on {settings['target']['device']}{_backend(settings)}"
     )
+
+
+def _backend(settings: dict[str, Any]) -> str:
+    """What ran it, and what it cannot know; empty for the library's own loop, which knows everything."""
+    backend = settings["backend"]
+    if not backend["not_reported"]:
+        return ""
+    return f"; by {backend['name']}, which does not report {' and '.join(backend['not_reported'])}"
 
 
 def _cells(row: ResultRow) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Run a drafter over prompt sets and measure it: `evaluate`.
 
-    prompts -> generate -> a record per request (records.jsonl) -> a row per data set and temperature (results.json)
+    prompts -> a backend -> a record per request (records.jsonl) -> a row per data set and temperature (results.json)
 
 Rows are computed from the records alone, so a run that was interrupted and continued gives the rows of one that was
 not. Every request has its own seed, from the run's seed, the data set's name and the prompt's index. In float64 its
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from dspark.drafter import Drafter
 from dspark.evals.acceptance import measure_acceptance, tail_repeats
+from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.datasets import (
     Dataset,
     Prompt,
@@ -34,7 +35,6 @@ from dspark.evals.records import RecordStore, RequestRecord, write_json
 from dspark.evals.report import ResultRow, Timing
 from dspark.evals.settings import EvalSettings, describe_run, request_seed, row_settings
 from dspark.evals.stats import Bootstrap
-from dspark.loop import generate
 from dspark.records import Generation
 from dspark.target import HFTarget
 
@@ -48,11 +48,25 @@ def evaluate(
     out_dir: str | Path | None = None,
     progress: bool = True,
 ) -> list[ResultRow]:
-    """Measure acceptance on prompt sets.
+    """Measure acceptance on prompt sets with the library's own loop: `evaluate_backend` with a `LoopBackend`.
 
     Args:
         target: the target, with its tokenizer.
         drafter: the drafter; None decodes plainly, the base line.
+        settings: see `evaluate_backend`.
+        out_dir: see `evaluate_backend`.
+        progress: see `evaluate_backend`.
+    """
+    return evaluate_backend(LoopBackend(target, drafter, settings), settings, out_dir, progress)
+
+
+def evaluate_backend(
+    backend: Backend, settings: EvalSettings, out_dir: str | Path | None = None, progress: bool = True
+) -> list[ResultRow]:
+    """Measure acceptance on prompt sets.
+
+    Args:
+        backend: what runs the requests.
         settings: what to run.
         out_dir: folder for settings.json, records.jsonl and results.json; a run found there continues. None writes
             nothing.
@@ -68,15 +82,15 @@ def evaluate(
     names = [dataset.name for dataset in datasets]
     if len(set(names)) < len(names):
         raise ValueError(f"two data sets have the same name, so their rows could not be told apart: {', '.join(names)}")
-    prompt_format = resolve_prompt_format(target, settings.prompt_mode, settings.thinking)
-    description = describe_run(target, drafter, settings, datasets, prompt_format)
+    prompt_format = resolve_prompt_format(backend, settings.prompt_mode, settings.thinking)
+    description = describe_run(backend.describe(), settings, datasets, prompt_format)
     store = RecordStore(None if out_dir is None else Path(out_dir), description)
     rows = []
     for dataset in datasets:
-        requests = _requests(target, dataset, prompt_format, settings.seed)
+        requests = _requests(backend, dataset, prompt_format, settings.seed)
         for temperature in settings.temperatures:
             missing = [r for r in requests if not _is_stored(r, temperature, store)]
-            timing = _generate(target, drafter, settings, temperature, missing, store, progress)
+            timing = _generate(backend, settings, temperature, missing, store, progress)
             records = [store.records[r.key(temperature)] for r in requests]
             rows.append(make_row(records, row_settings(description, dataset.name, temperature), timing))
     if out_dir is not None:
@@ -134,12 +148,12 @@ class _Request:
         )
 
 
-def _requests(target: HFTarget, dataset: Dataset, prompt_format: PromptFormat, seed: int) -> list[_Request]:
+def _requests(backend: Backend, dataset: Dataset, prompt_format: PromptFormat, seed: int) -> list[_Request]:
     return [
         _Request(
             dataset=dataset.name,
             prompt=prompt,
-            prompt_ids=format_prompt(target, prompt.text, prompt_format),
+            prompt_ids=format_prompt(backend, prompt.text, prompt_format),
             seed=request_seed(seed, dataset.name, prompt.index),
         )
         for prompt in dataset.prompts
@@ -164,8 +178,7 @@ def _is_stored(request: _Request, temperature: float, store: RecordStore) -> boo
 
 
 def _generate(
-    target: HFTarget,
-    drafter: Drafter | None,
+    backend: Backend,
     settings: EvalSettings,
     temperature: float,
     requests: list[_Request],
@@ -183,16 +196,10 @@ def _generate(
             store.add(requests[index].record(temperature, generation))
             bar.update()
 
-        generations = generate(
-            target,
-            drafter,
+        generations = backend.generate(
             [request.prompt_ids for request in requests],
             [settings.sampling_params(temperature, request.seed) for request in requests],
-            num_draft_tokens=settings.num_draft_tokens,
-            drafting=settings.drafting,
-            draft_truncation=settings.draft_truncation,
-            max_batch_size=settings.batch_size,
-            on_finish=on_finish,
+            on_finish,
         )
     num_tokens = sum(len(generation.token_ids) for generation in generations)
     return Timing(len(requests), num_tokens, time.perf_counter() - started)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 import dspark
+from dspark.config import DrafterConfig
 from dspark.drafter import Drafter
 from dspark.evals.datasets import Dataset, PromptFormat
 from dspark.sampling import Drafting, SamplingParams
 from dspark.target import HFTarget
 
-VERIFICATION = "standard rejection sampling"
 DISTRIBUTIONS = ("torch", "transformers", "numpy")
 
 
@@ -91,27 +91,21 @@ def request_seed(seed: int, dataset: str, index: int) -> int:
 
 
 def describe_run(
-    target: HFTarget,
-    drafter: Drafter | None,
-    settings: EvalSettings,
-    datasets: Sequence[Dataset],
-    prompt_format: PromptFormat,
+    models: dict[str, Any], settings: EvalSettings, datasets: Sequence[Dataset], prompt_format: PromptFormat
 ) -> dict[str, Any]:
-    """Everything that the figures of a run depend on, ready for JSON.
+    """Everything that the figures of a run depend on, ready for JSON; `models` is what `Backend.describe` gives.
 
     Two runs with equal descriptions give the same records, up to rounding where the batch differs (none in float64).
     """
     options = asdict(settings)
     options.pop("datasets")
-    options |= {"temperatures": list(settings.temperatures), "num_draft_tokens": _num_draft_tokens(drafter, settings)}
+    options |= {"temperatures": list(settings.temperatures), **models["options"]}
     return {
         "datasets": [{"name": d.name, "sha256": d.sha256, "num_prompts": len(d.prompts)} for d in datasets],
         "turns": "first",
         "prompt_format": asdict(prompt_format),
         "settings": options,
-        "verification": VERIFICATION,
-        "target": _describe_target(target),
-        "drafter": None if drafter is None else _describe_drafter(drafter),
+        **{key: models[key] for key in ("backend", "verification", "target", "drafter")},
         "versions": library_versions(),
         "commit": source_commit(),
     }
@@ -125,37 +119,39 @@ def row_settings(description: dict[str, Any], dataset: str, temperature: float) 
     return {"dataset": described, **options, "temperature": temperature, **kept}
 
 
-def _num_draft_tokens(drafter: Drafter | None, settings: EvalSettings) -> int:
-    if drafter is None:
-        return 0
-    return drafter.config.max_draft_tokens if settings.num_draft_tokens is None else settings.num_draft_tokens
-
-
-def _describe_target(target: HFTarget) -> dict[str, Any]:
-    config = target.config
-    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode()).hexdigest()
+def describe_target(target: HFTarget) -> dict[str, Any]:
+    """A loaded target, for `describe_run`."""
     return {
-        "model_type": config.model_type,
+        "model_type": target.config.model_type,
         "num_layers": target.num_layers,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
-        "config_sha256": digest,
+        "config_sha256": config_sha256(target.config),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": _device_name(target.device),
     }
 
 
-def _describe_drafter(drafter: Drafter) -> dict[str, Any]:
-    config = drafter.config
+def config_sha256(config: Any) -> str:
+    """Digest of a transformers configuration."""
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def describe_drafter(drafter: Drafter) -> dict[str, Any]:
+    """A loaded drafter, for `describe_run`."""
+    dtype = str(drafter.dtype).removeprefix("torch.")
+    return {**describe_drafter_config(drafter.config), "weights_sha256": weights_sha256(drafter), "dtype": dtype}
+
+
+def describe_drafter_config(config: DrafterConfig) -> dict[str, Any]:
+    """What a report says of a drafter without its weights."""
     return {
         "family": config.family,
-        "weights_sha256": weights_sha256(drafter),
         "block_size": config.block_size,
         "layout": "anchor-first" if config.anchor_first else "1+N",
         "markov_kind": config.markov_kind,
         "confidence": config.confidence,
         "draft_vocab_size": config.draft_vocab_size,
-        "dtype": str(drafter.dtype).removeprefix("torch."),
     }
 
 

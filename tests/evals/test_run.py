@@ -11,7 +11,7 @@ from step_records import coin_steps
 from tiny_target import tiny_model, tiny_tokenizer
 
 from dspark.evals import EvalSettings, evaluate, format_table
-from dspark.evals import run as run_module
+from dspark.evals import backends as backends_module
 from dspark.evals import settings as settings_module
 from dspark.evals.datasets import load_dataset
 from dspark.evals.settings import request_seed, weights_sha256
@@ -56,7 +56,7 @@ class FakeGenerate:
 def fake(monkeypatch):
     def install(**options):
         generate = FakeGenerate(**options)
-        monkeypatch.setattr(run_module, "generate", generate)
+        monkeypatch.setattr(backends_module, "generate", generate)
         return generate
 
     return install
