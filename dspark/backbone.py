@@ -1,9 +1,10 @@
 """The block-diffusion backbone: context key/value injection and one bidirectional pass over a draft block.
 
-    ctx      = hidden_norm(fc(concat(taps)))                          once per committed target token, shared by all
-    layers context  K_ctx = rope(k_norm(k_proj(ctx))), V_ctx = v_proj(ctx)   kept in the draft cache, positions 0..s-1
-    block    x = embed([anchor, mask, mask, ...]) at positions s, s+1, ...; per layer attention over [K_ctx ;
-    K_block], MLP hidden   = norm(x)
+    ctx      = hidden_norm(fc(concat(taps)))                            once per committed token, for all layers
+    context    K_ctx = rope(k_norm(k_proj(ctx))), V_ctx = v_proj(ctx)   kept in the draft cache, positions 0..s-1
+    block      x = embed([anchor, mask, mask, ...])                     at positions s, s+1, ...
+               per layer attention over [K_ctx ; K_block], then the MLP
+    hidden   = norm(x)
 
 The block's own keys and values come from mask embeddings and are dropped after the pass. Context rows skip the
 layers' `input_layernorm`.
@@ -68,8 +69,8 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin for absolute `positions` [B, T]: two [B, T, 1, head_dim / 2] tensors of `dtype`.
 
-    Angles are formed in float64: at position 30,000 float32 would already be wrong in the third decimal of the
-        fastest frequency.
+    Angles are formed in float64: at position 30,000 float32 would already be wrong in the third decimal of the fastest
+    frequency.
     """
     frequencies, factor = inverse_frequencies(config)
     angles = positions[..., None, None].double() * frequencies.to(positions.device)

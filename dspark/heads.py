@@ -7,9 +7,9 @@ features that W2 projects:
     e = W1[prev]                                     prev is a target-vocabulary id
     vanilla   features = e
     gated     features = sigmoid(gate_proj([h ; e])) * e
-    rnn       gate, candidate, out = joint_proj([state ; e ; h]) in thirds; state = sg * state + (1 - sg) *
-    tanh(candidate), sg = sigmoid(gate);
-              features = tanh(out); the state starts at zero in each block
+    rnn       gate, candidate, out = joint_proj([state ; e ; h]) in thirds
+              state = sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), zero before each block
+              features = tanh(out)
     logits    = base + W2 features
 
 Source: checkpoints.md section 7.2 (note the concatenation orders) and 7.4.

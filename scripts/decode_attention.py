@@ -1,8 +1,8 @@
 """Attention of one new token per row over a cache in which every row has its own length, and the write of its key and
 value.
 
-    cache[b, h, pos_b] = (k, v);   out = softmax(scale * q . K[b, h, 0..pos_b]) V[b, h, 0..pos_b]        for the group
-    of query heads of kv head h
+    cache[b, h, pos_b] = (k, v)
+    out = softmax(scale * q . K[b, h, 0..pos_b]) V[b, h, 0..pos_b]      for the query heads of kv head h
 
 One program owns one (row, kv head): it reads that cache once for the whole group, so a step moves each cached byte
 once, and the new key never has to be read back. Rows may stand at any position, which is what lets data generation hand

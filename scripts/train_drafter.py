@@ -1,8 +1,8 @@
 """Train a DSpark drafter for one target on the documents of make_training_data.py.
 
     python scripts/train_drafter.py --target default --data /tmp/data --out /tmp/drafter --minutes 14
-    python scripts/train_drafter.py --target default --data /tmp/data --out /tmp/drafter --minutes 14 --resume
-    --stop-after 9
+    python scripts/train_drafter.py --target default --data /tmp/data --out /tmp/drafter --minutes 14 --resume \\
+        --stop-after 9
 
 The target runs along: its taps and its next-token distributions are computed for every batch and never stored. Weights
 are float32, the passes run on a copy in the target's dtype; the loss and the blocks are in `block_training.py`.
