@@ -1,8 +1,8 @@
 """Key/value storage for a batch whose requests have different lengths.
 
 Slot j of a request holds absolute position j, so a request's rows are the same whatever the batch around it looks
-like, and undoing rejected
-tokens means lowering `lengths`: rows past a request's length are never visible and are overwritten by the next write.
+like. Rejected tokens are undone by not committing them: rows past a request's length are never visible, and the next
+write overwrites them.
 The target's cache and the drafter's context cache are both a `RaggedKV`.
 """
 
@@ -17,18 +17,23 @@ class RaggedKV:
     """Keys and values of `num_layers` layers for B requests.
 
     `keys[l]`, `values[l]`: [B, capacity, heads, head_dim], zero where nothing was written. `lengths`: [B] int64,
-    committed rows of each request.
+    committed rows of each request; `host_lengths` are the same numbers, so that sizing a step does not wait for the
+    device.
     """
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device | str) -> None:
         self.keys: list[torch.Tensor | None] = [None] * num_layers
         self.values: list[torch.Tensor | None] = [None] * num_layers
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.max_length = 0  # of `lengths`, kept on the host so that sizing a step does not wait for the device
+        self.host_lengths = [0] * batch_size
 
     @property
     def batch_size(self) -> int:
-        return self.lengths.shape[0]
+        return len(self.host_lengths)
+
+    @property
+    def max_length(self) -> int:
+        return max(self.host_lengths, default=0)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, row_mask: torch.Tensor | None = None) -> None:
         """Store rows behind the committed ones, without committing them.
@@ -43,12 +48,16 @@ class RaggedKV:
         num_rows = keys.shape[1]
         self.keys[layer] = _with_capacity(self.keys[layer], keys, self.max_length + num_rows)
         self.values[layer] = _with_capacity(self.values[layer], values, self.max_length + num_rows)
-        slots = self.lengths[:, None] + torch.arange(num_rows, device=keys.device)
-        requests = torch.arange(self.batch_size, device=keys.device)[:, None].expand_as(slots)
-        if row_mask is not None:
-            requests, slots, keys, values = requests[row_mask], slots[row_mask], keys[row_mask], values[row_mask]
-        self.keys[layer][requests, slots] = keys  # type: ignore[index]
-        self.values[layer][requests, slots] = values  # type: ignore[index]
+        if row_mask is None:
+            request, row = (
+                torch.arange(self.batch_size, device=keys.device)[:, None],
+                torch.arange(num_rows, device=keys.device),
+            )
+        else:
+            request, row = row_mask.nonzero(as_tuple=True)
+            keys, values = keys[request, row], values[request, row]
+        self.keys[layer][request, self.lengths[request] + row] = keys  # type: ignore[index]
+        self.values[layer][request, self.lengths[request] + row] = values  # type: ignore[index]
 
     def read(self, layer: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of slots 0..num_slots-1 as [B, heads, num_slots, head_dim] views."""
@@ -60,13 +69,13 @@ class RaggedKV:
     def advance(self, num_rows: Sequence[int]) -> None:
         """Commit the first `num_rows[b]` rows written behind request b's length; the others count as never written."""
         self.lengths += torch.tensor(list(num_rows), dtype=torch.int64, device=self.lengths.device)
-        self.max_length = int(self.lengths.max()) if self.batch_size else 0
+        self.host_lengths = [length + rows for length, rows in zip(self.host_lengths, num_rows, strict=True)]
 
     def keep(self, requests: Sequence[int]) -> None:
         """Drop every request that is not listed; the rest take the listed order."""
         index = torch.tensor(list(requests), dtype=torch.int64, device=self.lengths.device)
         self.lengths = self.lengths[index]
-        self.max_length = int(self.lengths.max()) if len(requests) else 0
+        self.host_lengths = [self.host_lengths[request] for request in requests]
         self.keys = [None if k is None else k[index, : self.max_length] for k in self.keys]
         self.values = [None if v is None else v[index, : self.max_length] for v in self.values]
 
@@ -75,7 +84,7 @@ class RaggedKV:
         self.keys = [_stack(a, b) for a, b in zip(self.keys, other.keys, strict=True)]
         self.values = [_stack(a, b) for a, b in zip(self.values, other.values, strict=True)]
         self.lengths = torch.cat([self.lengths, other.lengths])
-        self.max_length = max(self.max_length, other.max_length)
+        self.host_lengths = self.host_lengths + other.host_lengths
 
 
 def _with_capacity(store: torch.Tensor | None, rows: torch.Tensor, num_slots: int) -> torch.Tensor:
