@@ -213,8 +213,10 @@ def _most_likely(rows: torch.Tensor) -> torch.Tensor:
 
 def _soften(rows: torch.Tensor, peak: torch.Tensor, tensors: SamplingTensors) -> torch.Tensor:
     """Temperature > 0 and the truncations, on rows [R, V] with maxima peak [R, 1]."""
-    # The maximum goes first, and the temperature stays above 0 in the logits' dtype: a tiny one would give inf or NaN.
-    temperature = tensors.temperature[:, None].to(rows.dtype).clamp_min(torch.finfo(rows.dtype).tiny)
+    # The maximum goes first, and the temperature stays above 0 and finite in the logits' dtype: 0 / 0 and -inf / inf
+    # would be NaN.
+    limits = torch.finfo(rows.dtype)
+    temperature = tensors.temperature[:, None].to(rows.dtype).clamp(limits.tiny, limits.max)
     probs = (rows - peak).div_(temperature).softmax(-1)
     for keep, values, active in (
         (_keep_min_p, tensors.min_p, tensors.min_p > 0),

@@ -139,6 +139,13 @@ def test_empty_batches_give_empty_distributions(shape):
     assert to_distribution(torch.zeros(shape), SamplingParams()).shape == shape
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e39, 1e308])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_huge_temperatures_are_uniform_over_what_is_not_masked(temperature, dtype):
+    out = to_distribution(torch.tensor([[9.0, 7.0, -torch.inf]], dtype=dtype), SamplingParams(temperature))
+    assert out.tolist() == [[0.5, 0.5, 0.0]]
+
+
 def test_without_truncation_keeps_the_temperatures_only():
     tensors = SamplingTensors.stack([SamplingParams(0.5, top_k=2, top_p=0.4, min_p=0.2), SamplingParams(0.0)])
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(2))
