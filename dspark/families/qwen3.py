@@ -21,7 +21,7 @@ from dspark.families.block import (
 )
 from dspark.families.container import Container
 from dspark.families.expected import check_tensors
-from dspark.families.fields import Fields
+from dspark.families.fields import Fields, section
 from dspark.families.findings import Findings, refusal
 from dspark.families.heads import HeadDefaults, read_heads
 from dspark.families.names import NamedTensors, name_tensors
@@ -136,7 +136,7 @@ def resolve(
         merged |= part or {}
     config = DrafterConfig(
         family=dialect.family,
-        verifier_name=_verifier_name(dialect.raw),
+        verifier_name=findings.attempt(_verifier_name, dialect.raw),
         notes=tuple(findings.notes),
         **asdict(size),
         **merged,
@@ -200,8 +200,7 @@ def _read_tensors(
 
 
 def _verifier_name(raw: Mapping[str, Any]) -> str | None:
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path")
+    name = section(section(raw, "speculators_config"), "verifier").get("name_or_path")
     return None if name is None else str(name)
 
 

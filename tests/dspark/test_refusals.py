@@ -57,6 +57,12 @@ REFUSALS = {
     # container
     "another-algorithm": (SPECULATORS, {"speculators_model_type": "eagle3"}, keep, ["algorithm 'eagle3'", '"dspark"']),
     "algorithms-that-disagree": (SPECULATORS, {"speculators_config.algorithm": "dflash"}, keep, ["'dflash'"]),
+    "verifier-by-name-only": (
+        SPECULATORS,
+        {"speculators_config.verifier": "tiny/target"},
+        keep,
+        ["verifier='tiny/target'", "an object"],
+    ),
     "no-backbone": (SPECULATORS, {"transformer_layer_config": ABSENT}, keep, ["lacks transformer_layer_config"]),
     "no-aux-layers": (
         SPECULATORS,
