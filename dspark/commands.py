@@ -145,6 +145,9 @@ def load_pair(options: argparse.Namespace) -> Pair:
     dtype = _dtype(getattr(options, "dtype", None), device)
     target, source = _load_target(target_name, dtype, device)
     if drafter_path is None:
+        for name in ("drafter", "layout", "num_draft_tokens", "drafting"):
+            if hasattr(options, name):
+                log.info("--%s has no effect with --plain, which runs without a drafter", name.replace("_", "-"))
         return Pair(target, source, None, None)
     if target_name is None and hasattr(options, "drafter"):
         log.info("no --target was given: %s has to fit the embedded pair's target", drafter_path)

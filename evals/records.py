@@ -94,9 +94,8 @@ class RecordStore:
         differences = list(_differences(stored, json.loads(json.dumps(description))))
         if differences:
             raise ValueError(
-                f"{path.parent} holds a run with other settings, and mixing the two would give figures of neither:\n  "
-                + "\n  ".join(differences)
-                + "\nContinue with the stored values, or choose another folder"
+                f"{path.parent} holds a run with other settings, and mixing the two would give figures of neither: "
+                f"{'; '.join(differences)}. Continue with the stored values, or choose another folder"
             )
 
     def _load(self, path: Path) -> None:

@@ -115,6 +115,28 @@ class TestEval:
             figures[bool(extra)] = row["acceptance"]["tokens_per_step"]["value"]
         assert figures == {False: 5.0, True: 1.0}
 
+    def test_what_plain_decoding_does_not_use_is_said(
+        self, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        prompts = tmp_path / "mine.jsonl"
+        prompts.write_text('{"prompt": "A"}\n')
+        flags = ["--dataset", str(prompts), "--max-new-tokens", "2", "--temperature", "0", "--num-draft-tokens", "2"]
+        assert run("eval", *pair, *flags, "--plain") == 0
+        said = capsys.readouterr().err
+        for flag in ("--drafter", "--num-draft-tokens"):
+            assert f"{flag} has no effect with --plain" in said
+
+    def test_a_run_with_other_settings_is_refused_in_one_line_that_names_them(
+        self, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        prompts = tmp_path / "mine.jsonl"
+        prompts.write_text('{"prompt": "A"}\n')
+        flags = ["--dataset", str(prompts), "--max-new-tokens", "2", "--temperature", "0", "--out", str(tmp_path / "o")]
+        assert run("eval", *pair, *flags) == 0
+        capsys.readouterr()
+        assert run("eval", *pair, *flags, "--seed", "3") == 2
+        assert "settings.seed: stored 0, now 3" in capsys.readouterr().err.splitlines()[-1]
+
 
 class TestInspect:
     def test_a_good_checkpoint(self, pair: list[str], capsys: pytest.CaptureFixture[str]):
