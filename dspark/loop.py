@@ -8,7 +8,7 @@
         target.commit, drafter.extend                         accepted rows only
 
 Without a drafter the same loop verifies the anchor alone: plain decoding through the same class, with the same random
-    numbers per position.
+numbers per position.
 """
 
 from collections import deque
@@ -72,9 +72,11 @@ def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a de
         One `Generation` per prompt, in the order of the prompts.
 
     Raises:
-        ValueError: a prompt is empty, out of vocabulary or too long; K is outside the trained range; drafter and
-            target do not fit.
+        ValueError: a prompt is empty, out of vocabulary or too long; K is outside the trained range, or given without
+            a drafter; drafter and target do not fit.
     """
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one text; expected a list of prompts: each of its characters would be a prompt")
     all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(all_params) != len(prompts):
         raise ValueError(
@@ -82,6 +84,11 @@ def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a de
         )
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size={max_batch_size} must be at least 1")
+    if drafter is None and num_draft_tokens is not None:
+        raise ValueError(
+            f"num_draft_tokens={num_draft_tokens} without a drafter: nothing would be drafted; pass a drafter, or leave"
+            " num_draft_tokens out"
+        )
     if drafter is not None:
         num_draft_tokens = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
         check_num_draft_tokens(drafter.config, num_draft_tokens)

@@ -214,6 +214,12 @@ def test_plain_decoding_of_a_seeded_request_is_reproducible_in_any_batch():
         pytest.param(
             lambda t, d: generate(t, d, [[1]], [GREEDY, GREEDY]), "2 sampling params for 1 prompts", id="params"
         ),
+        pytest.param(
+            lambda t, d: generate(t, None, [[1]], GREEDY, num_draft_tokens=3),
+            "num_draft_tokens=3 without a drafter",
+            id="k-without-a-drafter",
+        ),
+        pytest.param(lambda t, d: generate(t, d, "text", GREEDY), "expected a list of prompts", id="one-text"),
         pytest.param(lambda t, d: generate(t, d, ["text"], GREEDY), "no tokenizer", id="no-tokenizer"),
         pytest.param(lambda t, d: generate(t, d, [[1]], GREEDY, max_batch_size=0), "max_batch_size=0", id="batch-size"),
     ],
