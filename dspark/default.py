@@ -86,13 +86,6 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dspark"
 
 
-def load_default_target(
-    *, path: str | os.PathLike[str] | None = None, dtype: torch.dtype, device: str | torch.device
-) -> "HFTarget":
-    """Load the default target, fetching it on first use: `resolve_default_target`, then `load_target`."""
-    return load_target(resolve_default_target(path), dtype=dtype, device=device)
-
-
 def load_target(location: TargetLocation, *, dtype: torch.dtype, device: str | torch.device) -> "HFTarget":
     """Load a target from its files.
 

@@ -10,7 +10,6 @@ from dspark.families.findings import Findings, refusal
 from dspark.families.names import NamedTensors
 
 LAYER = re.compile(r"layers\.(\d+)\.")
-SHARED_BY = {"embed_tokens.weight": "owns_embedding", "lm_head.weight": "owns_head"}
 TABLES = frozenset({"d2t", "t2d"})  # checked by their contents, see vocabulary.py
 
 
