@@ -5,14 +5,14 @@ record; the other modules are one topic each (block layout, taps, heads, vocabul
 names). Source: checkpoints.md.
 """
 
-from dspark.families import deepspec, speculators
 from dspark.families.block import Layout
 from dspark.families.container import Container
+from dspark.families.dialects import read_deepspec, read_speculators
 from dspark.families.findings import CheckpointError, Findings
 from dspark.families.qwen3 import Resolved, resolve
 from dspark.families.recognise import Family, recognise, refuse_unsupported
 
-DIALECTS = {deepspec.NAME: deepspec.read_dialect, speculators.NAME: speculators.read_dialect}
+DIALECTS = {"DeepSpec Qwen3": read_deepspec, "speculators": read_speculators}
 
 
 def resolve_container(

@@ -14,8 +14,8 @@ from dspark.families.fields import Fields, Found, integer, positive_number, sect
 from dspark.families.findings import Findings, refusal
 
 WRONG_SHAPES = "The module would be built with another shape than the weights have."
-# The scaled types whose frequencies do not depend on the length of the text, with the parameters that each cannot do
-# without.
+# The types whose frequencies are the same at every length up to max_position_embeddings (nothing is drafted beyond it),
+# with the parameters that each cannot do without.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -46,6 +46,14 @@ ROPE_HANDLED = frozenset(
         "interleaved",
     }
 )
+# Fields of arithmetic that is not implemented: the value that leaves it out, and what any other would lead to.
+VARIANTS = {
+    "attention_value_scale": (1, "Attention values would not be scaled as in training."),
+    "is_neox_style": (True, "Rotary pairs, which are interleaved then, would be taken from the wrong places."),
+    "rope_is_neox_style": (True, "Rotary pairs, which are interleaved then, would be taken from the wrong places."),
+    "log_snr_conditioning": (False, "The block would be computed without it."),
+    "attention_sink_bias": (False, "The block would be computed without it."),
+}
 
 
 @dataclass(frozen=True)
@@ -124,32 +132,10 @@ def read_extras(fields: Fields, findings: Findings) -> tuple[bool, float]:
     """`attention_bias` and `logit_scale`; fields that would change the arithmetic in ways not implemented are
     refused."""
     bias = fields.flag("attention_bias")
-    value_scale = fields.find("attention_value_scale")
-    if value_scale is not None and value_scale.value != 1:
-        raise refusal(
-            str(value_scale),
-            "1 or nothing",
-            "Attention values would not be scaled as in training.",
-            "This variant is not supported.",
-        )
-    for name in ("is_neox_style", "rope_is_neox_style"):
-        neox = fields.flag(name)
-        if neox is not None and not neox.value:
-            raise refusal(
-                str(neox),
-                "true",
-                "Rotary pairs would be taken from the wrong places.",
-                "Interleaved rotary embedding is not supported.",
-            )
-    for name in ("log_snr_conditioning", "attention_sink_bias"):
+    for name, (plain, consequence) in VARIANTS.items():
         found = fields.find(name)
-        if found is not None and found.value is not False:
-            raise refusal(
-                str(found),
-                "a drafter without it",
-                "The block would be computed without it.",
-                "This variant is not supported.",
-            )
+        if found is not None and found.value != plain:
+            raise refusal(str(found), f"{plain} or nothing", consequence, "This variant is not supported.")
     softcap = fields.find("final_logit_softcapping")
     if softcap is not None:
         positive_number(softcap, "Capped logits would be undefined.")

@@ -120,7 +120,7 @@ def resolve(
         target_vocab_size: Vt where the target is known.
         findings: receives problems and notes.
     """
-    _check_unknown_keys(dialect, findings)
+    findings.attempt(_check_unknown_keys, dialect)
     size = findings.attempt(read_dimensions, dialect.backbone_fields)
     stored = container.tensors.values()
     tensors = None if size is None else findings.attempt(name_tensors, stored, size.fused_rows)
@@ -223,22 +223,18 @@ def _check_target_fields(config: DrafterConfig) -> None:
         )
 
 
-def _check_unknown_keys(dialect: Dialect, findings: Findings) -> None:
+def _check_unknown_keys(dialect: Dialect) -> None:
     """Refuse drafter-specific keys that are not read; all other unknown keys are copies of the target's config."""
-    unknown = []
-    for prefix, values in dialect.drafter.sections:
-        for key, value in values.items():
-            is_drafter_key = prefix in NESTED or key.startswith(PREFIXES)
-            if is_drafter_key and key not in KNOWN_KEYS and key not in NESTED and value is not None:
-                unknown.append(f"{prefix}.{key}={value!r}" if prefix else f"{key}={value!r}")
-
-    def check() -> None:
-        if unknown:
-            raise refusal(
-                f"unknown drafter fields {', '.join(sorted(unknown))}",
-                "fields that are known here",
-                "They would be ignored, and the drafter would run unlike it was trained.",
-                "Remove them if they have no effect on inference; otherwise this variant is not supported.",
-            )
-
-    findings.attempt(check)
+    unknown = [
+        f"{prefix}.{key}={value!r}" if prefix else f"{key}={value!r}"
+        for prefix, values in dialect.drafter.sections
+        for key, value in values.items()
+        if (prefix in NESTED or key.startswith(PREFIXES)) and key not in KNOWN_KEYS | set(NESTED) and value is not None
+    ]
+    if unknown:
+        raise refusal(
+            f"unknown drafter fields {', '.join(sorted(unknown))}",
+            "fields that are known here",
+            "They would be ignored, and the drafter would run unlike it was trained.",
+            "Remove them if they have no effect on inference; otherwise this variant is not supported.",
+        )

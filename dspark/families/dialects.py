@@ -1,4 +1,4 @@
-"""The speculators packaging: the backbone nested in `transformer_layer_config`, the drafter's keys beside it."""
+"""The two supported packagings: where each keeps its fields, and what its own schema takes for an absent one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,26 @@ from dspark.families.findings import refusal
 from dspark.families.heads import HeadDefaults
 from dspark.families.qwen3 import NESTED, Dialect
 
-NAME = "speculators"
 BACKBONE = "transformer_layer_config"
 
 
-def read_dialect(raw: Mapping[str, Any]) -> Dialect:
-    """Where a speculators config keeps its fields.
+def read_deepspec(raw: Mapping[str, Any]) -> Dialect:
+    """DeepSpec Qwen3: a flat config, copied from the target's text config with the drafter's keys added; some
+    re-exports nest the drafter's own.
+    """
+    return Dialect(
+        family="DeepSpec Qwen3",
+        raw=raw,
+        backbone=raw,
+        backbone_key="",
+        drafter=Fields.of(raw, *NESTED),
+        heads=HeadDefaults(),
+        tables_together=False,
+    )
+
+
+def read_speculators(raw: Mapping[str, Any]) -> Dialect:
+    """speculators: the backbone nested in `transformer_layer_config`, the drafter's keys beside it.
 
     Raises:
         CheckpointError: it is for another algorithm, or backbone or taps are undefined.
@@ -36,7 +50,7 @@ def read_dialect(raw: Mapping[str, Any]) -> Dialect:
                 "Fetch the complete config.json.",
             )
     return Dialect(
-        family=NAME,
+        family="speculators",
         raw=raw,
         backbone=section(raw, BACKBONE),
         backbone_key=BACKBONE,
