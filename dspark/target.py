@@ -27,6 +27,11 @@ from dspark.cache import RaggedKV
 from dspark.recurrent import RECURRENT_TYPES, ReplayLayer, attach
 from dspark.rollback import HybridCache
 
+# Options of `from_pretrained` that choose the files; a tokenizer of another revision would give other ids.
+LOCATION_OPTIONS = frozenset(
+    {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code"}
+)
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -102,11 +107,12 @@ class HFTarget:
         cls, path: str, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", **options: Any
     ) -> "HFTarget":
         """Load a model and its tokenizer from a folder or the Hub; `options` go to
-        `AutoModelForCausalLM.from_pretrained`.
+        `AutoModelForCausalLM.from_pretrained`, and those that say where the files are to the tokenizer's too.
         """
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", **options)
         model.to(device)  # type: ignore[arg-type]
-        return cls(model, AutoTokenizer.from_pretrained(path))
+        shared = {name: value for name, value in options.items() if name in LOCATION_OPTIONS}
+        return cls(model, AutoTokenizer.from_pretrained(path, **shared))
 
     @property
     def device(self) -> torch.device:

@@ -5,8 +5,9 @@ is alone in its batch.
 import pytest
 import torch
 from pairs import FAMILIES, counting_pair, drafter_config, tiny_drafter, tiny_target
+from tiny_target import write_tiny_target
 
-from dspark import SamplingParams, generate
+from dspark import HFTarget, SamplingParams, generate
 from dspark.config import LayerConfig
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
@@ -235,3 +236,9 @@ def test_a_drafter_for_another_target_is_refused():
     drafter = tiny_drafter(drafter_config(vocab_size=24), tiny_target(24))
     with pytest.raises(ValueError, match="vocabulary of 24, the target has 16"):
         generate(target, drafter, [[1]], GREEDY)
+
+
+def test_options_that_say_where_a_target_is_hold_for_its_tokenizer_too(tmp_path):
+    write_tiny_target(tmp_path / "inner")
+    target = HFTarget.from_pretrained(str(tmp_path), subfolder="inner")
+    assert target.decode(target.encode("AB")) == "AB"
