@@ -78,7 +78,9 @@ def rotary_tables(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to x [B, T, heads, head_dim] with the two halves of the head as the pair (neox order)."""
+    """Apply RoPE to x [..., heads, head_dim] with tables [..., 1, head_dim / 2], the two halves of the head as the pair
+    (neox order).
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

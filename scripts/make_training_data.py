@@ -31,6 +31,7 @@ from decode_attention import SETTINGS, decode_attention, decode_attention_ref, f
 from prompts import ANSWER, END, USER, ScriptWriter
 from safetensors.numpy import save_file
 from target_stack import TargetStack
+from training_files import MANIFEST
 
 from dspark.default import load_target, resolve_default_target
 from dspark.target import HFTarget
@@ -41,7 +42,6 @@ STEPS_PER_CHECK = 64
 # A small target that does not sample at temperature 1 tends to repeat itself until it is stopped: such a document is
 # cut after so many tokens behind what its script forces.
 COOL_SAMPLED_TOKENS = 320
-MANIFEST = "manifest.json"
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

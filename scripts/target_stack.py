@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dspark.backbone import rotate
 from dspark.target import HFTarget
 
 # Flash on a GPU in half precision, the plain product otherwise. The fused kernels that plan per shape would plan anew
@@ -31,12 +32,6 @@ class LayerWeights:
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE on x [M, heads, d] with tables [M, 1, d / 2], halves of the head as pairs."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def enter(

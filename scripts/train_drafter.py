@@ -231,10 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     target, source = load(args.target, args.device, args.dtype)
-    max_length = (
-        json.loads((args.data / "manifest.json").read_text())["settings"]["max_length"] if args.data.is_dir() else 0
-    )
-    data = TrainingData(args.data, target.device, args.validation, max_length)
+    data = TrainingData(args.data, target.device, args.validation)
     trainer = Trainer(target, data, args)
     run = Run(trainer, target, source, args)
     print(

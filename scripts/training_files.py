@@ -25,8 +25,8 @@ class TrainingData:
     generation stopped.
     """
 
-    def __init__(self, folder: Path, device: torch.device, num_validation: int, max_length: int) -> None:
-        """Read every shard that the manifest names; documents are cut at `max_length`.
+    def __init__(self, folder: Path, device: torch.device, num_validation: int) -> None:
+        """Read every shard that the manifest names.
 
         Raises:
             ValueError: no data, or nothing left to train on.
@@ -48,8 +48,8 @@ class TrainingData:
         )
         self.answer = torch.from_numpy(np.concatenate([shard["answer"] for shard in shards]).astype(bool)).to(device)
         self.starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)[:-1]])).to(device)
-        self.host_lengths = np.minimum(lengths, max_length)
-        self.lengths = torch.from_numpy(self.host_lengths).to(device)
+        self.host_lengths = lengths
+        self.lengths = torch.from_numpy(lengths).to(device)
         self.held_out = np.arange(num_validation)
         self.training = np.arange(num_validation, len(lengths))
 

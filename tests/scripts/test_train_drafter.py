@@ -66,7 +66,7 @@ def arguments(target_dir: Path, data_dir: Path, out: Path, *extra: str) -> list[
 def trainer(target_dir: Path, data_dir: Path, out: Path, *extra: str) -> tuple[drafter_trainer.Trainer, HFTarget]:
     args = train_drafter.parse_args(arguments(target_dir, data_dir, out, "--steps", "1", *extra))
     target, _ = make_training_data.load(str(target_dir), "cpu", args.dtype)
-    data = TrainingData(data_dir, target.device, args.validation, 60)
+    data = TrainingData(data_dir, target.device, args.validation)
     made = drafter_trainer.Trainer(target, data, args)
     torch.manual_seed(2)
     with torch.no_grad():  # uneven norms and a Markov bias, so that a step left out shows
@@ -232,7 +232,7 @@ def test_batched_muon_equals_the_one_of_torch() -> None:
 
 
 def test_every_document_is_in_an_epoch_and_none_is_cut(data_dir: Path) -> None:
-    data = TrainingData(data_dir, torch.device("cpu"), 12, 60)
+    data = TrainingData(data_dir, torch.device("cpu"), 12)
     buckets = find_buckets(256, 16, 60)
     assert buckets == [16, 32, 64]
     batches = data.batches(data.training, buckets, 256, [1, 0])
