@@ -5,9 +5,8 @@
     ring         one state, a ring of recent inputs, folded when it fills
 
 A state is H V K numbers a layer. A record is one token's correction, key and gate, H (V s + 2 K a) bytes with s bytes
-a number in the state and a in the
-activations: 1,024 bytes a head at K = V = 128, float32 and bfloat16. A convolution column is one token's H (2 K + V)
-    inputs.
+a number in the state and a in the activations: 1,024 bytes a head at K = V = 128, float32 and bfloat16. A convolution
+column is one token's H (2 K + V) inputs.
 """
 
 from collections.abc import Mapping
