@@ -124,6 +124,17 @@ def build_parser() -> Parser:
     evaluate.add_argument("--batch-size", type=int, metavar="B", help="requests that run together")
     evaluate.add_argument("--out", metavar="DIR", help="write records and results here; an interrupted run continues")
     evaluate.add_argument("--plain", action="store_true", default=False, help="without the drafter, as a base line")
+    evaluate.add_argument(
+        "--backend",
+        choices=("dspark", "vllm"),
+        help="what runs the models: this package's own loop (default), or a vLLM engine in this process",
+    )
+    evaluate.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="ask a running vLLM server, with the drafter that it was started with; --target then names the tokenizer, "
+        "default: what the server's model was loaded from",
+    )
     _add_pair_flags(evaluate)
     _add_sampling_flags(evaluate)
 

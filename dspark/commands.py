@@ -7,12 +7,13 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dspark.backend_flags import check_backend_flags, connect_server, start_engine
 from dspark.default import (
     TARGET_VARIABLE,
     TargetLocation,
@@ -22,8 +23,8 @@ from dspark.default import (
     resolve_default_target,
 )
 from dspark.drafter import Drafter
-from dspark.evals import EvalSettings, format_prompt, format_table, measure_acceptance
-from dspark.evals import evaluate as run_evaluation
+from dspark.evals import EvalSettings, evaluate_backend, format_prompt, format_table, measure_acceptance
+from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.datasets import resolve_prompt_format
 from dspark.evals.settings import library_versions
 from dspark.loop import generate as run_loop
@@ -92,20 +93,33 @@ def evaluate(options: argparse.Namespace) -> int:
     given = _given(options, EvalSettings)
     renamed = {"datasets": "dataset", "temperatures": "temperature"}
     given |= {name: tuple(getattr(options, flag)) for name, flag in renamed.items() if hasattr(options, flag)}
-    EvalSettings(**given)  # a wrong value must not cost the loading of two models
-    pair = load_pair(options)
-    settings = EvalSettings(**given, target_name=pair.target_name, drafter_name=pair.drafter_name)
-    rows = run_evaluation(pair.target, pair.drafter, settings, out_dir=getattr(options, "out", None))
+    settings = EvalSettings(**given)  # a wrong value must not cost the loading of two models
+    backend, target_name, drafter_name = _open_backend(options, settings)
+    settings = replace(settings, target_name=target_name, drafter_name=drafter_name)
+    rows = evaluate_backend(backend, settings, out_dir=getattr(options, "out", None))
     if options.json:
         results = [row.to_dict() | {"timing": row.timing.to_dict()} for row in rows]
         print(json.dumps({"command": "eval", "rows": results}))
         return 0
     print(format_table(rows))
-    print(f"target: {pair.target_name}\ndrafter: {pair.drafter_name or 'none'}")
+    print(f"target: {target_name}\ndrafter: {drafter_name or 'none'}")
     for row in rows:
         if row.timing.tokens_per_s is not None:
             say(f"{row.dataset} T={row.temperature:g}: {row.timing.tokens_per_s:.1f} tokens/s in this run")
     return 0
+
+
+def _open_backend(options: argparse.Namespace, settings: EvalSettings) -> tuple[Backend, str, str | None]:
+    """What the flags say to run an evaluation on, and words for its report on target and drafter."""
+    check_backend_flags(options)
+    if hasattr(options, "endpoint"):
+        return connect_server(options, settings)
+    if getattr(options, "backend", "dspark") == "vllm":
+        drafter = _drafter_path(options)
+        location, source = _locate_target(getattr(options, "target", None))
+        return start_engine(options, settings, location or options.target, drafter), source, drafter
+    pair = load_pair(options)
+    return LoopBackend(pair.target, pair.drafter, settings), pair.target_name, pair.drafter_name
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -132,15 +146,7 @@ def load_pair(options: argparse.Namespace) -> Pair:
     """
     from dspark.checkpoint import load_drafter
 
-    target_name, drafter_path = getattr(options, "target", None), getattr(options, "drafter", None)
-    plain = getattr(options, "plain", False)
-    if target_name is not None and drafter_path is None and not plain:
-        raise ValueError(
-            f"--target {target_name} needs a --drafter: the embedded drafter reads the hidden states of "
-            f"SmolLM2-135M-Instruct and was trained for no other model. If {target_name} is a copy of that model, "
-            f"set {TARGET_VARIABLE}={target_name} and leave --target out"
-        )
-    drafter_path = None if plain else drafter_path or str(default_drafter_path())
+    target_name, drafter_path = getattr(options, "target", None), _drafter_path(options)
     device = _device(getattr(options, "device", None))
     dtype = _dtype(getattr(options, "dtype", None), device)
     target, source = _load_target(target_name, dtype, device)
@@ -156,19 +162,34 @@ def load_pair(options: argparse.Namespace) -> Pair:
     return Pair(target, source, drafter, drafter_path)
 
 
+def _drafter_path(options: argparse.Namespace) -> str | None:
+    """Folder or Hub id of the drafter; None with --plain."""
+    target_name, drafter_path = getattr(options, "target", None), getattr(options, "drafter", None)
+    if getattr(options, "plain", False):
+        return None
+    if target_name is not None and drafter_path is None:
+        raise ValueError(
+            f"--target {target_name} needs a --drafter: the embedded drafter reads the hidden states of "
+            f"SmolLM2-135M-Instruct and was trained for no other model. If {target_name} is a copy of that model, "
+            f"set {TARGET_VARIABLE}={target_name} and leave --target out"
+        )
+    return drafter_path or str(default_drafter_path())
+
+
+def _locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
+    """Files of the target named by folder or GGUF file, or of the default one, and words on it; None for a Hub id."""
+    if name is not None and not Path(name).expanduser().exists():
+        return None, f"Hub {name}"
+    location = resolve_default_target() if name is None else local_target(Path(name))
+    return location, location.source
+
+
 def _load_target(name: str | None, dtype: torch.dtype, device: torch.device) -> tuple[HFTarget, str]:
     """Load a target named by folder, GGUF file or Hub id, or the default one; and say which it is."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
-    location: TargetLocation | None
-    if name is None:
-        location = resolve_default_target()
-    elif Path(name).expanduser().exists():
-        location = local_target(Path(name))
-    else:
-        location = None
-    source = location.source if location is not None else f"Hub {name}"
+    location, source = _locate_target(name)
     log.info("target: %s (%s, %s)", source, str(dtype).removeprefix("torch."), device)
     if location is not None:
         return load_target(location, dtype=dtype, device=device), source

@@ -78,7 +78,7 @@ def generate_in_engine(
         llm: of `start_engine`.
         prompts: token ids.
         params: one per prompt.
-        on_finish: called with (prompt index, generation), after all of them have finished.
+        on_finish: called with (prompt index, generation) as soon as a request ends.
 
     Returns:
         One `Generation` per prompt, in the order of the prompts.
@@ -89,17 +89,27 @@ def generate_in_engine(
     from vllm import SamplingParams as EngineParams
 
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs = llm.generate(inputs, [EngineParams(**_fields(each)) for each in params], use_tqdm=False)
-    generations = []
-    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        completion = output.outputs[0]
-        metrics = completion.spec_decode_metrics
-        steps = [] if metrics is None else _pairs(metrics.per_step_drafted, metrics.per_step_accepted)
-        generation = make_generation(prompt, completion.token_ids, steps, completion.finish_reason)
-        generations.append(generation)
-        if on_finish is not None:
-            on_finish(index, generation)
-    return generations
+    first = llm.request_counter.counter  # vLLM numbers its requests, and names outputs by the number
+    ids = llm.enqueue(inputs, [EngineParams(**_fields(each)) for each in params], use_tqdm=False)
+    results: dict[int, Generation] = {}
+    engine = llm.llm_engine
+    try:
+        while len(results) < len(prompts):
+            for output in engine.step():
+                if output.finished:
+                    index, completion = int(output.request_id) - first, output.outputs[0]
+                    metrics = completion.spec_decode_metrics
+                    steps = [] if metrics is None else _pairs(metrics.per_step_drafted, metrics.per_step_accepted)
+                    results[index] = make_generation(
+                        prompts[index], completion.token_ids, steps, completion.finish_reason
+                    )
+                    if on_finish is not None:
+                        on_finish(index, results[index])
+    finally:
+        unfinished = [request for index, request in enumerate(ids) if index not in results]
+        if unfinished:
+            engine.abort_request(unfinished, internal=True)
+    return [results[index] for index in range(len(prompts))]
 
 
 def generate_at_endpoint(
@@ -128,7 +138,7 @@ def generate_at_endpoint(
     Raises:
         ValueError: the server cannot be reached, is no vLLM server, or refuses a request; with its own words.
     """
-    server = _Server(url.rstrip("/").removesuffix("/v1"), model)
+    server = _Server(_root(url), model)
     if model is None:
         server = _Server(server.root, server.get_json("/v1/models")["data"][0]["id"])
     results: list[Generation | None] = [None] * len(prompts)
@@ -149,6 +159,30 @@ def generate_at_endpoint(
             for index, job in zip(pending, jobs, strict=True):
                 finish(index, job.result()[0])
     return [generation for generation in results if generation is not None]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a vLLM server says of itself: the model's name for requests, what it was loaded from, vLLM's version."""
+
+    name: str
+    root: str
+    version: str
+
+
+def served_model(url: str) -> ServedModel:
+    """Ask a vLLM server what it serves.
+
+    Raises:
+        ValueError: it cannot be reached, or is no vLLM server.
+    """
+    server = _Server(_root(url), None)
+    try:
+        card = server.get_json("/v1/models")["data"][0]
+        version = server.get_json("/version")["version"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{server.root} is no vLLM server: /v1/models and /version answer something else") from error
+    return ServedModel(card["id"], card.get("root") or card["id"], version)
 
 
 def make_generation(
@@ -223,6 +257,10 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
         "ignore_eos": params.ignore_eos,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _root(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _pairs(drafted: Sequence[int], accepted: Sequence[int]) -> list[tuple[int, int]]:

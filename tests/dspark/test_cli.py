@@ -5,7 +5,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from tiny_target import write_counting_pair
@@ -136,6 +139,92 @@ class TestEval:
         capsys.readouterr()
         assert run("eval", *pair, *flags, "--seed", "3") == 2
         assert "settings.seed: stored 0, now 3" in capsys.readouterr().err.splitlines()[-1]
+
+
+class TestEvalOnVllm:
+    """The flags that choose vLLM, with a server that a few lines of http.server play; the real one: tests/vllm."""
+
+    @pytest.fixture
+    def server(self, pair: list[str]) -> Iterator[str]:
+        """A server of `pair`'s target that reports the steps of each request: drafts of 2, the first accepted."""
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer(
+                    {
+                        "/v1/models": {"data": [{"id": "counting", "root": pair[1]}]},
+                        "/version": {"version": "0.32.0"},
+                        "/metrics": {},
+                    }[self.path]
+                )
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                first = body["prompt"][-1] + 1
+                metrics = {"per_step_drafted": [2, 2], "per_step_accepted": [1, 1]}
+                tokens = {"token_ids": list(range(first, first + 5)), "finish_reason": "length"}
+                self.answer({"choices": [tokens], "metrics": {"speculative_decoding": metrics}})
+
+            def answer(self, value: object) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(value).encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+            thread = Thread(target=running.serve_forever, daemon=True)
+            thread.start()
+            yield f"http://127.0.0.1:{running.server_port}"
+            running.shutdown()
+            thread.join()
+
+    def test_a_server_gives_the_same_report(self, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        prompts = tmp_path / "mine.jsonl"
+        prompts.write_text('{"prompt": "A"}\n{"prompt": "B"}\n')
+        flags = ["--dataset", str(prompts), "--max-new-tokens", "5", "--temperature", "0", "--out", str(tmp_path / "o")]
+        for _ in range(2):  # the second continues the first, and has nothing left to ask
+            assert run("eval", "--endpoint", server, *flags) == 0
+            out = capsys.readouterr().out
+            (cells,) = [line.split() for line in out.splitlines() if line.startswith("mine ")]
+            assert cells[:5] == ["mine", "0", "2", "4", "2.00"]
+            assert cells[-2:] == ["-", "0%"]  # no calibration without confidences
+            assert "by vLLM 0.32.0 server, which does not report accept_probs and confidence" in out
+            assert f"target: counting at {server}" in out
+        assert len((tmp_path / "o" / "records.jsonl").read_text().splitlines()) == 2
+        assert run("eval", "--endpoint", server, *flags, "--json") == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        assert row["settings"]["backend"]["not_reported"] == ["accept_probs", "confidence"]
+        assert row["settings"]["num_draft_tokens"] is None
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            pytest.param(["--backend", "vllm", "--endpoint", "http://a"], "so --backend vllm says nothing", id="both"),
+            pytest.param(["--endpoint", "localhost:8000"], "no address such as http://", id="no-address"),
+            pytest.param(["--endpoint", "http://127.0.0.1:9"], "Is the server running?", id="no-server"),
+            pytest.param(["--endpoint", "http://a", "--plain"], "--plain does not go with --endpoint", id="plain"),
+            pytest.param(["--endpoint", "http://a", "--num-draft-tokens", "2"], "--num-draft-tokens does not", id="K"),
+            pytest.param(["--endpoint", "http://a", "--drafter", "d"], "--drafter does not go with", id="drafter"),
+            pytest.param(["--backend", "vllm", "--device", "cpu"], "--device does not go with --backend", id="device"),
+            pytest.param(["--backend", "vllm", "--dtype", "float64"], "no such models", id="float64"),
+            pytest.param(["--backend", "onnx"], "onnx", id="unknown"),
+        ],
+    )
+    def test_flags_that_contradict_are_refused_in_one_line(
+        self, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ):
+        assert run("eval", *flags) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert len(said.err.splitlines()) == 1
+        assert message in said.err
+
+    def test_without_vllm_it_is_said_what_to_install(self, capsys: pytest.CaptureFixture[str], monkeypatch):
+        monkeypatch.setattr("dspark.vllm.backends.find_spec", lambda name: None)
+        assert run("eval", "--backend", "vllm") == 2
+        assert "pip install 'vllm==0.32.0'" in capsys.readouterr().err
 
 
 class TestInspect:
