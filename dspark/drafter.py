@@ -204,11 +204,7 @@ class Drafter(Backbone):
 
     def draft_ids(self) -> torch.Tensor | None:
         """Target ids [draft vocabulary] of the output rows, or None where they are the target's own ids 0..Vt-1."""
-        if self.d2t is not None:
-            return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
-        if self.config.draft_vocab_size < self.target_vocab_size:
-            return torch.arange(self.config.draft_vocab_size, device=self.device)
-        return None
+        return None if self.d2t is None else torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
 
 
 def check_num_draft_tokens(config: DrafterConfig, num_draft_tokens: int) -> None:

@@ -218,15 +218,16 @@ def _weight_map(folder: Path) -> dict[str, str]:
             "No tensor could be found.",
             "Fetch the checkpoint again.",
         )
-    unlisted = sorted(set(found) - set(weight_map.values()))
-    if SINGLE in unlisted:
+    weight_map = {name: str(file) for name, file in weight_map.items()}
+    shards = set(weight_map.values())
+    if SINGLE in found and SINGLE not in shards:
         raise refusal(
             f"both {SINGLE} and {INDEX} are present, and the index does not use {SINGLE}",
             "one of them",
             "Which weights are loaded would depend on the tool.",
             "Delete the stale one.",
         )
-    absent = sorted(set(map(str, weight_map.values())) - set(found))
+    absent = sorted(shards - set(found))
     if absent:
         raise refusal(
             f"{INDEX} names files that are not in the folder: {', '.join(absent[:8])}",
@@ -234,7 +235,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
             "Their weights would stay uninitialised.",
             "Fetch the checkpoint again.",
         )
-    return {str(name): str(file) for name, file in weight_map.items()}
+    return weight_map
 
 
 def _file_headers(file: Path) -> dict[str, StoredTensor]:

@@ -32,10 +32,10 @@ def read_draft_vocab_size(fields: Fields, tensors: NamedTensors, vocab_size: int
 def check_ownership(raw: Mapping[str, Any], tensors: NamedTensors) -> None:
     """Refuse a config that says a matrix is shipped when it is not, or the reverse."""
     for key, name in (("has_embed_tokens", "embed_tokens.weight"), ("has_lm_head", "lm_head.weight")):
-        stated, present = raw.get(key), name in tensors.sources
-        if stated is not None and bool(stated) != present:
+        stated, present = Fields.of(raw).flag(key), name in tensors.sources
+        if stated is not None and stated.value != present:
             raise refusal(
-                f"{key}={stated} but {name} is {'present' if present else 'missing'}",
+                f"{stated} but {name} is {'present' if present else 'missing'}",
                 "config and tensors to agree",
                 "The drafter would use the target's matrix in place of its own, or the reverse.",
                 "Fetch the complete checkpoint or correct the config.",

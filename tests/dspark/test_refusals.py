@@ -259,6 +259,7 @@ REFUSALS = {
     "flags-of-other-ids": (SPECULATORS, {}, replace("t2d", OTHER_FLAGS), ["t2d's kept id 0 is 1, d2t's is 0"]),
     "flags-of-another-vocabulary": (SPECULATORS, {}, add("t2d", 95, dtype=torch.bool), ["t2d has shape [95]"]),
     "too-many-candidates": (DEEPSPEC, {"dspark_draft_topk": 65}, keep, ["dspark_draft_topk=65", "1..64"]),
+    "head-stated-as-text": (DEEPSPEC, {"has_lm_head": "false"}, keep, ["has_lm_head='false'", "true or false"]),
     "head-stated-but-absent": (DEEPSPEC, {"has_lm_head": True}, drop("lm_head.weight"), ["has_lm_head=True"]),
     "shared-matrix-of-another-width": (
         DEEPSPEC,

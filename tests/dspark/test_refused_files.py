@@ -83,6 +83,11 @@ def lose_tensor(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def garble_index(folder):
+    index = {"weight_map": {"fc.weight": ["model-00001-of-00003.safetensors"]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def double_shard(folder):
     shutil.copy(folder / "model-00001-of-00003.safetensors", folder / "model-00002-of-00003.safetensors")
 
@@ -91,6 +96,7 @@ def double_shard(folder):
     ("damage", "part"),
     [
         pytest.param(remove_shard, "names files that are not in the folder: model-00002", id="missing-shard"),
+        pytest.param(garble_index, "names files that are not in the folder: ['model-00001", id="list-as-file-name"),
         pytest.param(lose_tensor, "lists tensors that its files do not have: layers.9.extra", id="lost-tensor"),
         pytest.param(double_shard, "is in model-00001-of-00003.safetensors and in model-00002", id="doubled-tensor"),
     ],
