@@ -96,7 +96,7 @@ def double_shard(folder):
     ("damage", "part"),
     [
         pytest.param(remove_shard, "names files that are not in the folder: model-00002", id="missing-shard"),
-        pytest.param(garble_index, "names files that are not in the folder: ['model-00001", id="list-as-file-name"),
+        pytest.param(garble_index, "names files that are not in the folder: .'model-00001", id="list-as-file-name"),
         pytest.param(lose_tensor, "lists tensors that its files do not have: layers.9.extra", id="lost-tensor"),
         pytest.param(double_shard, "is in model-00001-of-00003.safetensors and in model-00002", id="doubled-tensor"),
     ],
