@@ -131,11 +131,21 @@ def inspect(options: argparse.Namespace) -> int:
     if hasattr(options, "target"):
         target, _ = _load_target(options.target, torch.bfloat16, torch.device("cpu"))
     report = inspect_checkpoint(path, target=target, layout=getattr(options, "layout", None))
+    num_draft_tokens = report.config.max_draft_tokens if report.config is not None else 0
+    memory = _recurrent_memory(target, num_draft_tokens) if target is not None and target.recurrent else []
     if options.json:
-        print(json.dumps({"command": "inspect", **report.to_dict()}))
+        print(json.dumps({"command": "inspect", **report.to_dict(), "recurrent_memory": memory}))
     else:
         print(report.to_text(), end="")
+        if memory:
+            print("\n".join(["", f"recurrent state of the target, {num_draft_tokens} drafts a step", *memory]))
     return 0 if report.loadable else 1
+
+
+def _recurrent_memory(target: HFTarget, num_draft_tokens: int) -> list[str]:
+    from dspark.memory import RecurrentSizes, describe_memory
+
+    return describe_memory(RecurrentSizes.from_config(target.config), num_draft_tokens)
 
 
 def load_pair(options: argparse.Namespace) -> Pair:
