@@ -12,9 +12,11 @@ Source: transformers, `KimiLinearDeltaAttention`, `Qwen3NextGatedDeltaNet` and `
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from dspark.kernels.kda import Gate, Tokens
@@ -153,7 +155,7 @@ def attach(layers: Sequence[nn.Module], layer_types: Sequence[str]) -> dict[int,
         The recurrent layers by decoder layer index, in order.
 
     Raises:
-        ValueError: a recurrent layer is of a class whose state cannot be undone here.
+        ValueError: a recurrent layer is of a class whose state cannot be undone here, or of a transformers too old.
     """
     found: dict[int, ReplayedModule] = {}
     for index, kind in enumerate(layer_types):
@@ -164,11 +166,16 @@ def attach(layers: Sequence[nn.Module], layer_types: Sequence[str]) -> dict[int,
             names = [type(child).__name__ for child in layers[index].children() if "Norm" not in type(child).__name__]
             raise ValueError(
                 f"layer {index} of the target is recurrent ({kind}: {', '.join(names)}), and its state cannot be "
-                f"undone: "
-                "a rejected draft would stay in it and the output would drift from the target's. Supported are "
+                "undone: a rejected draft would stay in it and the output would drift from the target's. Supported are "
                 f"{', '.join(SUPPORTED)}; choose a target with those or with full attention only"
             )
-        found[index] = SUPPORTED[type(modules[0]).__name__](modules[0])
+        name = type(modules[0]).__name__
+        if "cache" not in signature(type(modules[0]).forward).parameters:
+            raise ValueError(
+                f"layer {index}: {name} of transformers {transformers.__version__} has no argument `cache`, by which "
+                "its state could be replaced by one that can be undone; install a newer transformers (5.24 has it)"
+            )
+        found[index] = SUPPORTED[name](modules[0])
     for layer in found.values():
         layer.module.forward = layer
     return found

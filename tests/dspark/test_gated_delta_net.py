@@ -6,6 +6,7 @@ from pairs import HIDDEN, drafter_config, tiny_drafter
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from dspark import SamplingParams, generate
+from dspark.recurrent import attach
 from dspark.target import HFTarget
 
 FIELDS = {
@@ -76,3 +77,13 @@ def test_logits_after_rejections_are_those_of_transformers(family):
         target.commit(cache, [3])
     got = torch.cat(verified, 1)
     assert (got - expected[:, 19:]).norm() <= 1e-5 * expected[:, 19:].norm()
+
+
+def test_a_transformers_that_passes_the_state_under_another_name_is_refused():
+    def forward(self, hidden_states, past_key_values=None):
+        """The signature before `cache`."""
+
+    older = type("Qwen3NextGatedDeltaNet", (torch.nn.Module,), {"forward": forward})
+    layer = torch.nn.ModuleDict({"linear_attn": older()})
+    with pytest.raises(ValueError, match=r"no argument `cache`.*install a newer transformers"):
+        attach([layer], ["linear_attention"])
