@@ -55,8 +55,8 @@ def random_jobs(num_requests: int, vocab_size: int, max_model_len: int, seed: in
 
 
 @contextlib.contextmanager
-def serving(target: str, drafter: str, num_draft_tokens: int, options: Sequence[str] = ()) -> Iterator[str]:
-    """Run `vllm serve` with a DSpark drafter, and give its address."""
+def serving(target: str, drafter: str | None, num_draft_tokens: int, options: Sequence[str] = ()) -> Iterator[str]:
+    """Run `vllm serve` with a DSpark drafter, or plainly where it is None, and give the address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -68,9 +68,11 @@ def serving(target: str, drafter: str, num_draft_tokens: int, options: Sequence[
         "rejection_sample_method": "standard",
     }
     vllm = Path(sys.executable).with_name("vllm")
-    command = [vllm, "serve", target, "--host", "127.0.0.1", "--port", str(port), *options]
+    command = [str(vllm), "serve", target, "--host", "127.0.0.1", "--port", str(port), *options]
     environment = os.environ | {"PYTHONSAFEPATH": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    process = subprocess.Popen([*command, "--speculative-config", json.dumps(speculative)], env=environment)
+    if drafter is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
+    process = subprocess.Popen(command, env=environment)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, process)

@@ -1,4 +1,4 @@
-"""Real vLLM engines on tiny models, in this process; the whole folder is skipped where vLLM is not installed.
+"""Real vLLM engines on tiny models, in this process; each file is skipped, aloud, where vLLM is not installed.
 
 vLLM needs an environment of its own: `scripts/test_vllm` makes it and runs these tests.
 """
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+WITHOUT_VLLM = "vLLM is not installed in this environment; scripts/test_vllm makes one and runs these tests in it"
 
 # Before vLLM is imported: no warm-up, the engine in this process, and no calls home.
 os.environ |= {
@@ -24,6 +25,23 @@ os.environ |= {
 }
 
 MAX_MODEL_LEN = 256
+
+
+class SkippedFile(pytest.File):
+    """A test file that cannot even be imported here."""
+
+    def collect(self) -> list[pytest.Item]:
+        pytest.skip(WITHOUT_VLLM, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    return None if HAS_VLLM else SkippedFile.from_parent(parent, path=module_path)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Without -rs pytest counts skipped files and keeps the reason to itself."""
+    if not HAS_VLLM:
+        terminalreporter.write_line(f"tests/vllm: skipped, {WITHOUT_VLLM}")
 
 
 @pytest.fixture(scope="session")
