@@ -8,7 +8,8 @@
 
 The block's own keys and values come from mask embeddings and are dropped after the pass. Context rows skip the
 layers' `input_layernorm`.
-Source: checkpoints.md sections 4 to 6; module and tensor names are those of DeepSpec's Qwen3 drafter (section 11.1).
+Source: DeepSpec, modeling/dspark, whose Qwen3 drafter also gives modules and tensors their names; windows and
+causality also speculators, models/dspark.
 """
 
 from functools import cache as memoize

@@ -30,8 +30,8 @@ class LayerConfig:
     """Attention of one drafter layer.
 
     `window`: None, or the number of context positions before the anchor that the block sees; all rows of the block
-    share that range, as in the trainer (checkpoints.md section 6 names this "block anchored"). `causal`: row k sees
-    rows 0..k of its block only; otherwise every row sees every row.
+    share that range, as in the trainer. `causal`: row k sees rows 0..k of its block only; otherwise every row sees
+    every row.
     """
 
     window: int | None = None

@@ -11,7 +11,7 @@ One round, with s committed tokens and the anchor (last emitted token) at positi
 
 Draft i is the token at position s + 1 + i in both block layouts. No sampling logic of its own: distributions, noise
 and proposals are `dspark.sampling`.
-Source: checkpoints.md sections 5 to 8.
+Source: DeepSpec, modeling/dspark; the 1+N layout and reduced vocabularies speculators, models/dspark.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ features that W2 projects:
               features = tanh(out)
     logits    = base + W2 features
 
-Source: checkpoints.md section 7.2 (note the concatenation orders) and 7.4.
+Source: DeepSpec, modeling/dspark (note the concatenation orders).
 """
 
 import torch

@@ -8,7 +8,6 @@ by not committing it. Recurrent state, which has no rows, is undone by `dspark.r
 
 Taps are read by hooks on the decoder layers and index Hugging Face `hidden_states`: 0 = what the first layer
 receives, k = raw output of layer k-1.
-Source: checkpoints.md section 3.
 """
 
 import inspect

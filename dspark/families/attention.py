@@ -1,4 +1,4 @@
-"""Window and causality of each drafter layer (checkpoints.md section 6).
+"""Window and causality of each drafter layer.
 
 Inside its block a row sees every row, unless the config says otherwise; speculators' sliding layers are causal. The
 window counts context before the block and is the same for all of its rows.

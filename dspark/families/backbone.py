@@ -1,8 +1,8 @@
 """Dimensions and rotary embedding of the Qwen3 backbone, which both supported packagings share.
 
 DeepSpec's config is a deep copy of the target's text config, so fields such as `partial_rotary_factor`,
-`mrope_section` or `use_sliding_window` may describe the target (checkpoints.md section 2.2). Those that the trainer's
-own code never reads are noted and left alone.
+`mrope_section` or `use_sliding_window` may describe the target. Those that the trainer's own code never reads are noted
+and left alone.
 """
 
 from collections.abc import Mapping

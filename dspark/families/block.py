@@ -1,4 +1,4 @@
-"""Block size, mask token and block layout (checkpoints.md section 5).
+"""Block size, mask token and block layout.
 
 The two layouts differ by one row: anchor-first predicts from row 0 on, 1+N lets row 0 re-state the anchor. Read with
 the wrong one, a healthy checkpoint is accepted about 1 % of the time and nothing fails, so the source of the choice
@@ -41,7 +41,7 @@ def read_mask_token_id(fields: Fields) -> int:
 
 
 def read_layout(fields: Fields, drafter: Mapping[str, Any], chosen: Layout | None, findings: Findings) -> bool:
-    """Whether the layout is anchor-first; the sources in order of checkpoints.md section 5.
+    """Whether the layout is anchor-first: by the argument, a key, what another field implies, or the packaging.
 
     Args:
         fields: sections that may state the layout.

@@ -1,4 +1,4 @@
-"""The exact tensor list of a resolved drafter (checkpoints.md section 11.1), and how a file differs from it.
+"""The exact tensor list of a resolved drafter, and how a file differs from it.
 
 An allow-list in both directions: a tensor that is not applied costs acceptance as silently as one that is missing.
 """

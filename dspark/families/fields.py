@@ -1,7 +1,7 @@
 """Typed reading of config.json: one quantity may stand under several names and in several sections.
 
-The first value that is not null wins (checkpoints.md section 2.1), but two values that differ are refused: public
-engines resolve such a conflict in different orders, so the checkpoint would mean different things to them.
+The first value that is not null wins, but two values that differ are refused: public engines resolve such a conflict in
+different orders, so the checkpoint would mean different things to them.
 """
 
 from collections.abc import Mapping, Sequence

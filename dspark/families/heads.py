@@ -1,4 +1,4 @@
-"""Markov head and confidence head, from config and tensors together (checkpoints.md section 7).
+"""Markov head and confidence head, from config and tensors together.
 
 The tensors decide what exists, the config must agree. A head that is stated but absent, or present but not stated, is
 refused: left out silently it changes the drafts or their confidence, and half loaded it does both.

@@ -1,6 +1,6 @@
-"""From stored tensor names to canonical ones (checkpoints.md section 11).
+"""From stored tensor names to canonical ones.
 
-Both supported packagings share the names of section 11.1. What varies: an optional `model.` prefix, fused q/k/v and
+Both supported packagings share the names of `expected.py`. What varies: an optional `model.` prefix, fused q/k/v and
 gate/up projections, some aliases of other tools, and tensors that are training leftovers. A canonical tensor is
 therefore a stored one, or a range of its rows.
 """

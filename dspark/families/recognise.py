@@ -1,4 +1,4 @@
-"""Which packaging a checkpoint is, by its config and tensor names, in the order of checkpoints.md section 1.
+"""Which packaging a checkpoint is, by its config and tensor names; the first that fits in a fixed order.
 
 `architectures` alone decides nothing: `DSparkDraftModel` is used by three unrelated packagings. Packagings that are
 known but not implemented are refused by name, because a loader that tries its luck with them builds a drafter that

@@ -1,4 +1,4 @@
-"""Which target states the drafter reads, as Hugging Face `hidden_states` indices (checkpoints.md section 3).
+"""Which target states the drafter reads, as Hugging Face `hidden_states` indices.
 
 Trainers count differently: DeepSpec's id x is the output of layer x (-1 the embedding), speculators' id x is the
 `hidden_states` index itself. Off by one, a drafter still runs and loses a part of its acceptance, which no shape

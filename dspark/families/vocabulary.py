@@ -1,4 +1,4 @@
-"""Vocabularies: rows of embedding and head, and the `d2t` table between them (checkpoints.md section 8).
+"""Vocabularies: rows of embedding and head, and the `d2t` table between them.
 
 `d2t` holds offsets: draft id i is target id `i + d2t[i]`. Read as absolute ids, or replaced by an arange, it sends
 almost every draft to a wrong token.

@@ -232,13 +232,13 @@ def write_checkpoint(
 
 
 def write_deepspec(folder: Path, changes: Mapping[str, Any] | None = None, seed: int = 0) -> Path:
-    """A DeepSpec Qwen3 checkpoint: fixture A of the format notes, with changes."""
+    """A DeepSpec Qwen3 checkpoint, with changes."""
     config = changed(DEEPSPEC, changes or {})
     return write_checkpoint(folder, config, random_weights(config, seed))
 
 
 def write_speculators(folder: Path, changes: Mapping[str, Any] | None = None, seed: int = 0) -> Path:
-    """A speculators checkpoint with a reduced vocabulary: fixture B of the format notes, with changes."""
+    """A speculators checkpoint with a reduced vocabulary, with changes."""
     config = changed(SPECULATORS, changes or {})
     return write_checkpoint(folder, config, random_weights(config, seed))
 

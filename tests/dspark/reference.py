@@ -1,4 +1,4 @@
-"""A second drafter, written from the format description alone (checkpoints.md sections 3 to 8) in numpy float64.
+"""A second drafter, written from the format description alone in numpy float64.
 
 It shares no code and no structure with `dspark`: nothing is cached, every round starts again from all committed taps,
 and requests, rows and heads are Python loops, so a formula stands here as it stands in the description.

@@ -1,6 +1,6 @@
 """The drafter against an independent one (reference.py) over random shapes and settings, in float64.
 
-Tensor names and shapes are built here from checkpoints.md 11.1, not from the module, and must load strictly.
+Tensor names and shapes are built here from the format description, not from the module, and must load strictly.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ ROPES = [
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of checkpoints.md 11.1 and 7.2."""
+    """Names and shapes by the format description."""
     h, d, rank = config.hidden_size, config.head_dim, config.markov_rank
     q, kv, mlp = config.num_attention_heads * d, config.num_key_value_heads * d, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
