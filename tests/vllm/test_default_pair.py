@@ -22,7 +22,7 @@ NUM_DRAFT_TOKENS = 8
 OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "12")
 REPORT_STEPS = ("--per-request-spec-decode-metrics", "detailed")
 GREEDY = [SamplingParams(temperature=0, max_new_tokens=length) for length in (96, 48, 64, 48)]
-SAMPLED = [SamplingParams(temperature=1, seed=seed, max_new_tokens=32) for seed in range(16)]
+SAMPLED = [SamplingParams(temperature=1, seed=seed, max_new_tokens=32) for seed in range(24)]
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,11 @@ def test_greedy_tokens_per_step(served, library, prompts):
 
 
 def test_sampled_tokens_per_step(url, library, prompts):
-    """At temperature 1 the two draw other numbers. Student's t of the differences per prompt, 15 degrees of freedom:
-    beyond 4.1 with probability below 1e-3."""
+    """At temperature 1 the two draw other numbers. Student's t of the differences per prompt, 23 degrees of freedom:
+    beyond 3.8 with probability below 1e-3."""
     served = generate_at_endpoint(url, prompts, SAMPLED, max_batch_size=8)
     mine = generate(*library, prompts, SAMPLED, max_batch_size=8)
     rates = np.array([[np.mean([s.num_committed for s in g.steps]) for g in run] for run in (served, mine)])
     difference = rates[0] - rates[1]
-    assert abs(difference.mean()) < 4.1 * difference.std(ddof=1) / len(difference) ** 0.5
+    assert abs(difference.mean()) < 3.8 * difference.std(ddof=1) / len(difference) ** 0.5
     assert rates[0].mean() > 1.3

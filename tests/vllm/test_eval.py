@@ -73,3 +73,9 @@ def test_server(target, drafter, flags, expected, tmp_path, reported):
 def test_what_vllm_refuses_is_one_line(models, flags, capsys):
     assert main(["eval", "--backend", "vllm", *models, *flags, "--num-draft-tokens", "99"]) == 2
     assert "num_speculative_tokens=99" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_gguf_target_is_refused(models, flags, tmp_path, capsys):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert main(["eval", "--backend", "vllm", "--target", str(tmp_path), *models[2:], *flags]) == 2
+    assert "needs a Hugging Face folder" in capsys.readouterr().err.splitlines()[-1]
