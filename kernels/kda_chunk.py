@@ -18,6 +18,8 @@ heads in the batch the tiles are spread over programs instead, which repeat it.
 Read `kda_scan` and `replay` of `dspark.kernels.kda` first.
 """
 
+from typing import Any
+
 import torch
 
 from dspark.kernels import tl, triton
@@ -164,40 +166,55 @@ def _kda_chunk_kernel(  # noqa: PLR0915 (a device function; half of it is loads 
 
 def launch_kda_chunk(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
     """The window solved at once, T <= 16, wherever Triton runs. Same contract as `kda_verify`."""
-    batch, num_tokens, heads, key_dim = tokens.key.shape
+    batch, num_tokens, heads, value_dim = tokens.value.shape
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
-    value_dim, records, gate = tokens.value.shape[-1], layer.records, layer.gate
     out = torch.empty_like(tokens.value, memory_format=torch.contiguous_format)
     kind = "spread" if batch * heads < FULL_GRID else "whole-deferred" if deferred else "whole"
     tile_v, num_warps = TILES[kind]
     block_v = min(tile_v, max(16, triton.next_power_of_2(value_dim)))
     tiles = triton.cdiv(value_dim, block_v)
     spread = tiles if kind == "spread" else 1
-    bounded = gate.lower_bound is not None
-    inputs = [flat(x) for x in (tokens.query, tokens.key, tokens.value, tokens.gate, tokens.beta)]
+    bound = layer.gate.lower_bound
+    arguments, sizes = verify_arguments(tokens, layer, rows, out, deferred)
     _kda_chunk_kernel[(spread, heads, batch)](
+        *arguments,
+        **sizes,
+        FACTORED=bound is not None and -bound * num_tokens <= FACTOR_LIMIT,
+        TOKENS=16,
+        BLOCK_V=block_v,
+        TILES=triton.cdiv(tiles, spread),
+        num_warps=num_warps,
+    )
+    return out
+
+
+def verify_arguments(
+    tokens: Tokens, layer: KDALayer, rows: Rows, out: torch.Tensor, deferred: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both verify kernels take: pointers, numbers and strides in order, and the compile-time sizes by name."""
+    records, gate = layer.records, layer.gate
+    num_tokens, heads, key_dim = tokens.key.shape[1:]
+    inputs = [flat(x) for x in (tokens.query, tokens.key, tokens.value, tokens.gate, tokens.beta)]
+    arguments = (
         *inputs, out,
         layer.checkpoint, records.correction, records.key, records.gate,
         gate.dt_bias if gate.a_log is None else gate.a_log, gate.dt_bias,
         rows.slots, rows.record_slots, rows.num_rows, rows.start, rows.held, rows.fold,
         gate.lower_bound or 0.0, num_tokens,
         *(x.stride(0) for x in inputs), layer.checkpoint.stride(0), records.correction.stride(0), records.key.stride(0),
-        HEADS=heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        CAPACITY=records.capacity,
-        BOUNDED=bounded,
-        HAS_RATE=gate.a_log is not None,
-        FACTORED=bounded and -gate.lower_bound * num_tokens <= FACTOR_LIMIT,
-        DEFERRED=deferred,
-        TOKENS=16,
-        ROWS=max(16, triton.next_power_of_2(records.capacity)),
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
-        BLOCK_V=block_v,
-        TILES=triton.cdiv(tiles, spread),
-        num_warps=num_warps,
     )  # fmt: skip
-    return out
+    sizes = {
+        "HEADS": heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": tokens.value.shape[-1],
+        "CAPACITY": records.capacity,
+        "BOUNDED": gate.lower_bound is not None,
+        "HAS_RATE": gate.a_log is not None,
+        "DEFERRED": deferred,
+        "ROWS": max(16, triton.next_power_of_2(records.capacity)),
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+    }
+    return arguments, sizes
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from dspark.kernels import tl, triton
 from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows, runs_kernel
-from dspark.kernels.kda_chunk import MAX_TOKENS, flat, launch_kda_chunk
+from dspark.kernels.kda_chunk import MAX_TOKENS, launch_kda_chunk, verify_arguments
 from dspark.kernels.kda_commit import kda_fold_ref
 from dspark.kernels.kda_device import head_rate, held_records, log_decay, replayed
 
@@ -114,30 +114,16 @@ def _kda_verify_kernel(
 
 def launch_kda_serial(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
     """The recurrence token by token in one launch, any T. Same contract as `kda_verify`."""
-    batch, num_tokens, heads, key_dim = tokens.key.shape
-    value_dim, records, gate = tokens.value.shape[-1], layer.records, layer.gate
+    batch, _, heads, value_dim = tokens.value.shape
     out = torch.empty_like(tokens.value, memory_format=torch.contiguous_format)
     block_v = min(SERIAL_TILE_V, max(16, triton.next_power_of_2(value_dim)))
-    inputs = [flat(x) for x in (tokens.query, tokens.key, tokens.value, tokens.gate, tokens.beta)]
+    arguments, sizes = verify_arguments(tokens, layer, rows, out, deferred)
     _kda_verify_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
-        *inputs, out,
-        layer.checkpoint, records.correction, records.key, records.gate,
-        gate.dt_bias if gate.a_log is None else gate.a_log, gate.dt_bias,
-        rows.slots, rows.record_slots, rows.num_rows, rows.start, rows.held, rows.fold,
-        gate.lower_bound or 0.0, num_tokens,
-        *(x.stride(0) for x in inputs), layer.checkpoint.stride(0), records.correction.stride(0), records.key.stride(0),
-        HEADS=heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        CAPACITY=records.capacity,
-        BOUNDED=gate.lower_bound is not None,
-        HAS_RATE=gate.a_log is not None,
-        DEFERRED=deferred,
-        ROWS=max(16, triton.next_power_of_2(records.capacity)),
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
+        *arguments,
+        **sizes,
         BLOCK_V=block_v,
         num_warps=SERIAL_WARPS,
-    )  # fmt: skip
+    )
     return out
 
 
