@@ -8,6 +8,7 @@ top-p, each on the distribution that the one before it left.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -129,9 +130,9 @@ class SamplingTensors:
         """[B] bool: the rows that take the most likely token."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def all_greedy(self) -> bool:
-        """Whether no row needs random numbers."""
+        """Whether no row needs random numbers; read from the device once, though every draft position asks."""
         return bool(self.greedy.all())
 
     def rows(self, index: torch.Tensor) -> "SamplingTensors":
