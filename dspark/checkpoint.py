@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from dspark.confidence import HEAD_TENSORS, ConfidenceCalibration, head_digest, read_calibration
 from dspark.config import DrafterConfig
 from dspark.drafter import Drafter
 from dspark.families import Container, Findings, Layout, Resolved, resolve_container
@@ -48,7 +49,8 @@ def load_drafter(
         layout: "anchor" or "fill" (1+N) overrides the block layout; for checkpoints that do not state theirs.
 
     Returns:
-        The drafter in eval mode with frozen weights. `config.notes` lists the choices made.
+        The drafter in eval mode with frozen weights, its confidences calibrated if the folder holds a calibration.
+        `config.notes` lists the choices made.
 
     Raises:
         CheckpointError: anything that would make it draft unlike it was trained, with every problem that was found.
@@ -56,6 +58,9 @@ def load_drafter(
     findings = Findings()
     container = findings.attempt(open_container, path)
     resolved = None if container is None else check_files(container, target, layout, findings)
+    calibration = None
+    if container is not None and resolved is not None:
+        calibration = findings.attempt(stored_calibration, container, resolved)
     findings.raise_problems(str(path))
     assert resolved is not None
     assert resolved.config is not None
@@ -67,6 +72,7 @@ def load_drafter(
         )
     config = replace(resolved.config, notes=tuple(findings.notes))
     drafter = _build(config, resolved.tensors, torch.device(device), dtype, str(path))
+    drafter.calibrate(calibration)
     if target is not None:
         drafter.share(target.input_embedding, target.output_head, target.vocab_size)
     for note in findings.notes:
@@ -113,6 +119,25 @@ def check_files(
             if tables["d2t"] is not None and len(tables["d2t"]):
                 findings.attempt(check_d2t_range, tables["d2t"], target.vocab_size)
     return resolved
+
+
+def stored_calibration(container: Container, resolved: Resolved) -> ConfidenceCalibration | None:
+    """The calibration of the confidence head that lies in the checkpoint's folder, None if there is none.
+
+    Raises:
+        CheckpointError: the file is damaged or does not belong to this checkpoint.
+    """
+    config, tensors = resolved.config, resolved.tensors
+    if config is None or tensors is None:  # a problem of the checkpoint itself, which is reported as such
+        return None
+    digest = stored_head_digest(tensors) if config.confidence != "none" else None
+    return read_calibration(container.folder, config.max_draft_tokens, digest)
+
+
+def stored_head_digest(tensors: NamedTensors) -> str:
+    """`head_digest` of the confidence head as the files hold it."""
+    stored = {name: tensors.sources[name] for name in HEAD_TENSORS if name in tensors.sources}
+    return head_digest(read_tensors(stored, torch.device("cpu")))
 
 
 def stored_dtype(tensors: NamedTensors, findings: Findings) -> torch.dtype:

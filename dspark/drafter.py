@@ -23,6 +23,7 @@ from torch import nn
 
 from dspark.backbone import Backbone
 from dspark.cache import RaggedKV
+from dspark.confidence import ConfidenceCalibration
 from dspark.config import DrafterConfig
 from dspark.heads import MARKOV_HEADS, ConfidenceHead
 from dspark.sampling import Drafting, Proposal, SamplingTensors, Streams, draft_token, make_proposal
@@ -33,7 +34,7 @@ class Draft:
     """What one round proposes.
 
     `proposal` holds the draft tokens [B, K] (target ids) and q, the very distributions they were drawn from.
-    `confidence_logits` is [B, K] or None.
+    `confidence_logits` is [B, K], calibrated if the drafter has a calibration, or None.
     """
 
     proposal: Proposal
@@ -60,6 +61,7 @@ class Drafter(Backbone):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.owns_head else None
         reduced = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.reduced_vocabulary else None
         self.register_buffer("d2t", reduced)
+        self.calibration: ConfidenceCalibration | None = None
         self.target_vocab_size = config.vocab_size
         self._shared_embedding: torch.Tensor | None = None
         self._shared_head: torch.Tensor | None = None
@@ -77,6 +79,25 @@ class Drafter(Backbone):
         if self.lm_head is None and head is not None:
             self._shared_head = head.detach().to(self.device, self.dtype)[: self.config.draft_vocab_size]
         self.target_vocab_size = target_vocab_size
+
+    def calibrate(self, calibration: ConfidenceCalibration | None) -> None:
+        """Apply a calibration to every confidence from here on; None takes the head's own.
+
+        Raises:
+            ValueError: there is no confidence head, or not one temperature for each draft position.
+        """
+        if calibration is not None and self.confidence_head is None:
+            raise ValueError("this drafter has no confidence head: there is nothing to calibrate")
+        if calibration is not None and len(calibration.temperatures) != self.config.max_draft_tokens:
+            raise ValueError(
+                f"{len(calibration.temperatures)} temperatures for {self.config.max_draft_tokens} draft positions: "
+                "one is needed for each"
+            )
+        self.calibration = calibration
+        if self.confidence_head is not None:
+            self.confidence_head.temperatures = (
+                None if calibration is None else torch.tensor(calibration.temperatures, device=self.device)
+            )
 
     @property
     def embedding_weight(self) -> torch.Tensor:
@@ -137,7 +158,7 @@ class Drafter(Backbone):
                 its token [B] as target ids.
 
         Returns:
-            Confidence logits [B, K], or None without a confidence head.
+            Confidence logits [B, K], calibrated if the drafter has a calibration; None without a confidence head.
         """
         first = self.config.first_draft_row
         base = self.base_logits(hidden[:, first : first + num_draft_tokens])
@@ -159,7 +180,9 @@ class Drafter(Backbone):
             if self.confidence_head is not None:
                 confidence.append(self.confidence_head(row_hidden, embedded))
             previous = pick(i, logits)
-        return torch.stack(confidence, dim=1) if confidence else None
+        if self.confidence_head is None or not confidence:
+            return None
+        return self.confidence_head.calibrated(torch.stack(confidence, dim=1))
 
     @torch.inference_mode()
     def propose(

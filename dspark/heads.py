@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dspark.confidence import scale_logits
 from dspark.config import DrafterConfig
 
 
@@ -90,10 +91,15 @@ MARKOV_HEADS: dict[str, type[MarkovHead]] = {
 class ConfidenceHead(nn.Module):
     """Logit that a draft token is accepted, given that all before it were; from the row's hidden state and, if
     trained so, `W1[prev]`.
+
+    `forward` gives the head's own logits, as they were trained. What leaves the drafter goes through `calibrated`.
     """
+
+    temperatures: torch.Tensor | None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
+        self.register_buffer("temperatures", None, persistent=False)  # no part of the checkpoint's tensors
         self.with_markov = config.confidence == "hidden+markov"
         self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
 
@@ -110,3 +116,7 @@ class ConfidenceHead(nn.Module):
         features = torch.cat([hidden, embedded], dim=-1) if self.with_markov and embedded is not None else hidden
         dtype = torch.promote_types(features.dtype, torch.float32)
         return F.linear(features.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype)).squeeze(-1)
+
+    def calibrated(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of drafts 1..K of a block, [..., K], with the drafter's calibration if it has one."""
+        return logits if self.temperatures is None else scale_logits(logits, self.temperatures)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from dspark.checkpoint import check_files, check_finite, read_tensors
+from dspark.checkpoint import check_files, check_finite, read_tensors, stored_calibration
+from dspark.confidence import CALIBRATION_FILE
 from dspark.config import DrafterConfig
 from dspark.families import Container, Family, Findings, Layout, Resolved, recognise
 from dspark.families.container import DTYPES, StoredTensor, open_container
@@ -65,6 +66,7 @@ class Inspection:
         config: the canonical record, None where a problem stands in its way.
         tensors: every tensor of the files, those that are not used included.
         ownership: where embedding and head come from.
+        calibration: one line on the confidence head's calibration, or that there is none.
         notes: choices that loading would make.
         refusals: every problem for which loading would be refused; empty means that it would load.
     """
@@ -77,6 +79,7 @@ class Inspection:
     ownership: Mapping[str, str]
     notes: tuple[str, ...]
     refusals: tuple[str, ...]
+    calibration: str | None = None
 
     @property
     def loadable(self) -> bool:
@@ -108,6 +111,7 @@ class Inspection:
             "num_parameters": self.num_parameters,
             "num_bytes": self.num_bytes,
             "ownership": dict(self.ownership),
+            "calibration": self.calibration,
             "tensors": [asdict(row) for row in self.tensors],
             "notes": list(self.notes),
             "refusals": list(self.refusals),
@@ -123,6 +127,7 @@ class Inspection:
             "parameters": f"{self.num_parameters:,}",
             "size": f"{self.num_bytes / 1e6:,.2f} MB in {len(self.tensors)} tensors",
             **self.ownership,
+            "confidence": self.calibration or "-",
         }
         parts = [_table(list(facts.items()))]
         if self.config is not None:
@@ -151,9 +156,11 @@ def inspect_checkpoint(path: str | Path, target: TargetFacts | None = None, layo
     family: Family | None = findings.attempt(recognise, container.raw, container.tensors)
     resolved = check_files(container, target, layout, findings)
     ownership: dict[str, str] = {}
+    calibration = None
     if resolved is not None and resolved.tensors is not None:
         _check_weights(resolved.tensors, findings)
         ownership = _ownership(resolved.tensors, target)
+        calibration = _calibration(container, resolved, findings)
     return Inspection(
         path=str(path),
         family=None if family is None else family.name,
@@ -163,7 +170,22 @@ def inspect_checkpoint(path: str | Path, target: TargetFacts | None = None, layo
         ownership=ownership,
         notes=tuple(findings.notes),
         refusals=tuple(findings.problems),
+        calibration=calibration,
     )
+
+
+def _calibration(container: Container, resolved: Resolved, findings: Findings) -> str | None:
+    """One line on the confidence head; None where it cannot be said."""
+    if resolved.config is None:
+        return None
+    if resolved.config.confidence == "none":
+        findings.attempt(stored_calibration, container, resolved)
+        return "no confidence head"
+    num_problems = len(findings.problems)
+    found = findings.attempt(stored_calibration, container, resolved)
+    if len(findings.problems) > num_problems:
+        return f"{CALIBRATION_FILE} cannot be used, see the refusals"
+    return found.summary() if found is not None else f"not calibrated (no {CALIBRATION_FILE})"
 
 
 def _check_weights(tensors: NamedTensors, findings: Findings) -> None:

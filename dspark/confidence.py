@@ -1,0 +1,177 @@
+"""Calibration of the confidence head: one temperature per draft position, kept beside the drafter.
+
+The head's logit z_i says how likely draft i is accepted given that all before it were. Sequential temperature scaling
+replaces sigmoid(z_i) by sigmoid(z_i / T_i), with the T_i fitted left to right on the product of the confidences up to
+a position, the chance that the whole prefix survives (`dspark.evals.sts`). `confidence_calibration.json` in the
+drafter's folder holds the temperatures, the digest of the head that they belong to, what they were fitted on, and the
+figures on requests that the fit has not seen. Loading applies them to every confidence that leaves the drafter, so step
+records, schedules and serving engines see the same numbers.
+
+Source: the DSpark paper (sequential temperature scaling); Guo et al. 2017, arXiv:1706.04599, section 4.2.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.families.container import read_json
+from dspark.families.findings import refusal
+
+CALIBRATION_FILE = "confidence_calibration.json"
+METHOD = "sequential temperature scaling"
+FIELDS = {"method", "temperatures", "confidence_head_sha256", "fitted_on", "held_out"}
+HEAD_TENSORS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+
+
+@dataclass(frozen=True)
+class ConfidenceCalibration:
+    """Temperatures of the draft positions, first to last, and where they come from.
+
+    `head_sha256` is `head_digest` of the head they were fitted for. `fitted_on` and `held_out` are the settings and
+    the figures of the fit, for reports.
+    """
+
+    temperatures: tuple[float, ...]
+    head_sha256: str
+    fitted_on: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    held_out: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        """Refuse temperatures that no fit gives.
+
+        Raises:
+            CheckpointError: one is not a positive number.
+        """
+        for position, value in enumerate(self.temperatures, start=1):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise refusal(
+                    f"temperatures[{position - 1}] (draft {position}) is {value!r}",
+                    "a finite number above 0",
+                    "The confidence of that draft, and of all behind it, would be turned round or be no number.",
+                    "Fit the calibration again with dspark calibrate, or delete the file.",
+                )
+        object.__setattr__(self, "temperatures", tuple(float(value) for value in self.temperatures))
+
+    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Calibrated logits: [..., K] -> [..., K], for drafts 1..K of a block, K at most the number of temperatures."""
+        return scale_logits(logits, torch.tensor(self.temperatures, device=logits.device))
+
+    def scale_probs(self, probs: torch.Tensor) -> torch.Tensor:
+        """The same for who only has sigmoid of the logits: [..., K] in [0, 1] -> [..., K] in [0, 1].
+
+        Entries that were rounded to 0 or 1 stay there.
+        """
+        return torch.sigmoid(self.scale_logits(torch.logit(probs)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {
+            "method": METHOD,
+            "temperatures": list(self.temperatures),
+            "confidence_head_sha256": self.head_sha256,
+            "fitted_on": dict(self.fitted_on),
+            "held_out": dict(self.held_out),
+        }
+
+    def summary(self) -> str:
+        """One line for `dspark inspect`."""
+        values = " ".join(f"{value:.3g}" for value in self.temperatures)
+        requests = self.fitted_on.get("num_requests")
+        source = f", fitted on {requests} requests" if requests else ""
+        ece = self.held_out.get("ece")
+        if isinstance(ece, Mapping):
+            source += f"; ECE {ece['before']['value']:.3f} before, {ece['after']['value']:.3f} after, on others"
+        return f"{METHOD}, temperatures {values}{source}"
+
+
+def scale_logits(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Divide the logits of each draft position by its temperature.
+
+    Args:
+        logits: [..., K].
+        temperatures: [N] on the same device, N >= K.
+
+    Returns:
+        [..., K] in the type of the logits.
+    """
+    return logits / temperatures[: logits.shape[-1]].to(logits.dtype)
+
+
+def head_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Digest of a confidence head's weights as they are stored; it changes when the drafter is trained again.
+
+    Args:
+        tensors: (canonical name, value) of the head's tensors, in the order of `HEAD_TENSORS`.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        values = tensor.detach().to("cpu", torch.float64)  # exact, so that the stored type does not matter
+        digest.update(f"{name} {tuple(values.shape)}\n".encode())
+        digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_calibration(folder: Path, num_positions: int, head_sha256: str | None) -> ConfidenceCalibration | None:
+    """The calibration that lies in a drafter's folder.
+
+    Args:
+        folder: the drafter's.
+        num_positions: draft positions of the drafter; there is one temperature for each.
+        head_sha256: `head_digest` of its confidence head; None if it has no head.
+
+    Returns:
+        None where there is no such file.
+
+    Raises:
+        CheckpointError: the file is damaged, does not fit the drafter, or was fitted for another head.
+    """
+    path = folder / CALIBRATION_FILE
+    if not path.exists():
+        return None
+    remedy = "Fit the calibration again with dspark calibrate, or delete the file."
+    if head_sha256 is None:
+        raise refusal(
+            f"{CALIBRATION_FILE} beside a drafter without a confidence head",
+            "no such file",
+            "There is no confidence that it could calibrate.",
+            "Delete the file, or use the drafter that it was fitted for.",
+        )
+    raw = read_json(path)
+    if raw.keys() != FIELDS or raw["method"] != METHOD or not isinstance(raw["temperatures"], list):
+        raise refusal(
+            f"{CALIBRATION_FILE} has the fields {', '.join(sorted(raw))}, method {raw.get('method')!r}",
+            f"{', '.join(sorted(FIELDS))} with method {METHOD!r} and a list of temperatures",
+            "What its numbers mean would be a guess.",
+            remedy,
+        )
+    calibration = ConfidenceCalibration(
+        tuple(raw["temperatures"]), str(raw["confidence_head_sha256"]), raw["fitted_on"], raw["held_out"]
+    )
+    if len(calibration.temperatures) != num_positions:
+        raise refusal(
+            f"{CALIBRATION_FILE} has {len(calibration.temperatures)} temperatures",
+            f"{num_positions}, one for each draft position of this drafter",
+            "Positions without a temperature would be uncalibrated, and it may belong to another drafter.",
+            remedy,
+        )
+    if calibration.head_sha256 != head_sha256:
+        raise refusal(
+            f"{CALIBRATION_FILE} was fitted for the confidence head {calibration.head_sha256[:12]}",
+            f"{head_sha256[:12]}, the head of this checkpoint",
+            "Temperatures of another training run would make this one's confidences worse, not better.",
+            remedy,
+        )
+    return calibration
+
+
+def write_calibration(path: Path, calibration: ConfidenceCalibration) -> None:
+    """Write the file, so that a reader sees the old one or the new one, never a part."""
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_text(json.dumps(calibration.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    scratch.replace(path)
