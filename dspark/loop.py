@@ -3,6 +3,7 @@
     prefill                      first token from the target; its taps become draft context
     each step, for all requests at once:
         draft     = drafter.propose(anchor)                   tokens and the q they were drawn from
+        lengths   = schedule(confidence)                      how many of them to verify; all of them by default
         output    = target.verify([anchor, drafts])           nothing committed
         verified  = rejection_sample(q, p)                    exactly the target's distribution
         target.commit, drafter.extend                         accepted rows only
@@ -32,6 +33,7 @@ from dspark.sampling import (
     sample,
     to_distribution,
 )
+from dspark.schedule import Schedule, step_streams
 from dspark.target import Target
 
 OnTokens = Callable[[int, list[int], StepRecord | None], None]
@@ -48,6 +50,7 @@ def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a de
     num_draft_tokens: int | None = None,
     drafting: Drafting = "probabilistic",
     draft_truncation: bool = True,
+    schedule: Schedule | None = None,
     max_batch_size: int = 32,
     on_tokens: OnTokens | None = None,
     on_finish: OnFinish | None = None,
@@ -63,6 +66,8 @@ def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a de
         drafting: "probabilistic" draws drafts from q, "greedy" takes their argmax with a one-hot q. Both are lossless.
         draft_truncation: whether q is cut by top_k, top_p and min_p as the target is. Lossless either way; uncut
             drafts are rejected more.
+        schedule: chooses in each step how many drafts are verified, by the drafter's confidences (`dspark.schedule`);
+            None verifies all. Drafts that it trims count as never offered.
         max_batch_size: requests run together; others wait and join as places become free.
         on_tokens: called with (prompt index, new token ids, step) whenever tokens are committed; step is None for the
             prefill token.
@@ -72,8 +77,8 @@ def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a de
         One `Generation` per prompt, in the order of the prompts.
 
     Raises:
-        ValueError: a prompt is empty, out of vocabulary or too long; K is outside the trained range, or given without
-            a drafter; drafter and target do not fit.
+        ValueError: a prompt is empty, out of vocabulary or too long; K is outside the trained range; K or a schedule
+            is given without a drafter, or a schedule to one without confidence head; drafter and target do not fit.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one text; expected a list of prompts: each of its characters would be a prompt")
@@ -89,13 +94,14 @@ def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a de
             f"num_draft_tokens={num_draft_tokens} without a drafter: nothing would be drafted; pass a drafter, or leave"
             " num_draft_tokens out"
         )
+    check_schedule(schedule, drafter)
     if drafter is not None:
         num_draft_tokens = drafter.config.max_draft_tokens if num_draft_tokens is None else num_draft_tokens
         check_num_draft_tokens(drafter.config, num_draft_tokens)
         check_pair(target, drafter)
     target.tap(drafter.config.tap_ids if drafter is not None else ())
     requests = [_open(i, target, p, q) for i, (p, q) in enumerate(zip(prompts, all_params, strict=True))]
-    batch = _Batch(target, drafter, num_draft_tokens or 0, drafting, draft_truncation)
+    batch = _Batch(target, drafter, num_draft_tokens or 0, drafting, draft_truncation, schedule)
     waiting = deque(requests)
     while waiting or batch.requests:
         free = max_batch_size - len(batch.requests)
@@ -108,6 +114,17 @@ def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a de
                 on_finish(request.index, request.generation)
         batch.drop_finished()
     return [request.generation for request in requests]
+
+
+def check_schedule(schedule: Schedule | None, drafter: Drafter | None) -> None:
+    """Refuse a schedule that has nothing to go by (ValueError)."""
+    if schedule is None or (drafter is not None and drafter.config.confidence != "none"):
+        return
+    lacking = "without a drafter" if drafter is None else "for a drafter without confidence head"
+    raise ValueError(
+        f"schedule={type(schedule).__name__} {lacking}: lengths are chosen by the confidence of each draft, and there "
+        "is none; leave schedule out"
+    )
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:
@@ -162,9 +179,15 @@ class _Batch:
     """The running requests and everything that is indexed by their row."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, num_draft_tokens: int, drafting: Drafting, draft_truncation: bool
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        num_draft_tokens: int,
+        drafting: Drafting,
+        draft_truncation: bool,
+        schedule: Schedule | None,
     ) -> None:
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.schedule = target, drafter, schedule
         self.num_draft_tokens, self.drafting, self.draft_truncation = num_draft_tokens, drafting, draft_truncation
         self.requests: list[_Request] = []
         self.cache: RaggedKV
@@ -208,8 +231,10 @@ class _Batch:
         """One round for every running request."""
         anchors = torch.tensor([r.generation.token_ids[-1] for r in self.requests], device=self.target.device)
         offered = [self._offered(request) for request in self.requests]
-        draft = self._propose(anchors, max(offered))
-        proposal = draft.proposal if draft is not None else OneHotProposal(anchors[:, None][:, :0])
+        draft = self._propose(anchors, max(offered) if self.schedule is None else self.schedule.plan(offered))
+        offered = self._scheduled(draft, offered)
+        proposal = draft.proposal if draft is not None else OneHotProposal(anchors[:, None])
+        proposal = proposal.truncate(max(offered))
         output = self.target.verify(self.cache, torch.cat([anchors[:, None], proposal.tokens], dim=1))
         verified = rejection_sample(
             proposal,
@@ -240,7 +265,21 @@ class _Batch:
         if self.drafter is None or self.draft_cache is None or num_draft_tokens == 0:
             return None
         sampling = self.sampling if self.draft_truncation else self.sampling.without_truncation()
-        return self.drafter.propose(self.draft_cache, anchors, sampling, self.streams, num_draft_tokens, self.drafting)
+        streams = self.streams if self.schedule is None else step_streams(self.streams, self.cache.lengths)
+        return self.drafter.propose(self.draft_cache, anchors, sampling, streams, num_draft_tokens, self.drafting)
+
+    def _scheduled(self, draft: Draft | None, offered: list[int]) -> list[int]:
+        """Drafts to verify of each request, at most `offered`."""
+        if draft is None:
+            return [0] * len(offered)
+        if self.schedule is None:
+            return offered
+        assert draft.confidence_logits is not None, "checked before the first step"
+        confidence = draft.confidence_logits.double().sigmoid().cpu().numpy()
+        limits = [min(limit, confidence.shape[1]) for limit in offered]
+        lengths = self.schedule(confidence, limits)
+        assert all(0 <= length <= limit for length, limit in zip(lengths, limits, strict=True)), (lengths, limits)
+        return lengths
 
     def _record(self, offered: list[int], draft: Draft | None, verified: Verification) -> list[_Event]:
         tokens, accepted = verified.tokens.tolist(), verified.num_accepted.tolist()

@@ -1,0 +1,154 @@
+"""What a step costs on one machine, by requests and by rows that the target verifies: what `dspark profile` writes.
+
+A step of the generation loop was timed for several numbers of requests R and, for each, several numbers of target rows
+per request (1 + drafts verified). Between the points time is interpolated linearly in both. Measured times scatter, and
+a dip would look like rows that are cheaper than none, so along the rows each curve is first replaced by the closest one
+that never falls (least squares, pool adjacent violators).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = "dspark step cost 1"
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """Time of one kind of step.
+
+    Attributes:
+        num_requests: R.
+        num_rows: target rows per request, 1 + drafts verified.
+        drafted: whether the drafter ran; without it, `num_rows` is 1.
+        seconds: median.
+        low: lower quartile.
+        high: upper quartile.
+        repeats: steps timed.
+    """
+
+    num_requests: int
+    num_rows: int
+    drafted: bool
+    seconds: float
+    low: float
+    high: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Timed steps, and how they were timed.
+
+    Raises:
+        ValueError: a number of requests lacks plain or drafted steps, or a time is not positive.
+    """
+
+    points: tuple[CostPoint, ...]
+    settings: Mapping[str, Any]
+    _curves: dict[int, tuple[np.ndarray, np.ndarray]] = field(init=False, repr=False, compare=False)
+    _plain: dict[int, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        plain: dict[int, float] = {}
+        for size in sorted({point.num_requests for point in self.points}):
+            here = [point for point in self.points if point.num_requests == size]
+            drafted = sorted((point for point in here if point.drafted), key=lambda point: point.num_rows)
+            undrafted = [point.seconds for point in here if not point.drafted]
+            if not drafted or len(undrafted) != 1:
+                raise ValueError(
+                    f"the cost table has {len(drafted)} drafted and {len(undrafted)} plain points for {size} requests; "
+                    "expected some and one: whether drafting pays could not be told. Profile again"
+                )
+            seconds = np.array([point.seconds for point in drafted])
+            if not (np.isfinite(seconds).all() and seconds.min() > 0 and undrafted[0] > 0):
+                raise ValueError(f"the cost table has times that are not positive for {size} requests: profile again")
+            curves[size] = np.array([point.num_rows for point in drafted], dtype=float), never_falling(seconds)
+            plain[size] = undrafted[0]
+        if not curves:
+            raise ValueError("the cost table has no points: profile again")
+        object.__setattr__(self, "_curves", curves)
+        object.__setattr__(self, "_plain", plain)
+
+    @property
+    def num_requests(self) -> tuple[int, ...]:
+        """The numbers of requests that were timed, ascending."""
+        return tuple(self._curves)
+
+    def step_seconds(self, num_requests: int, num_rows: float) -> float:
+        """Time of a drafted step.
+
+        Args:
+            num_requests: R >= 1.
+            num_rows: rows of the target's pass over all requests, R and more.
+        """
+        per_request = num_rows / num_requests
+        return self._between(num_requests, {size: along(per_request, *curve) for size, curve in self._curves.items()})
+
+    def plain_seconds(self, num_requests: int) -> float:
+        """Time of a step without a drafter's pass."""
+        return self._between(num_requests, self._plain)
+
+    def _between(self, num_requests: int, seconds: Mapping[int, float]) -> float:
+        """Linear between the sizes that were timed; as the smallest below them, in proportion above."""
+        sizes = self.num_requests
+        if num_requests > sizes[-1]:
+            return seconds[sizes[-1]] * num_requests / sizes[-1]
+        return float(np.interp(num_requests, sizes, [seconds[size] for size in sizes]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        content = {"format": FORMAT, "settings": dict(self.settings), "points": [asdict(p) for p in self.points]}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CostTable":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a cost table: no JSON ({error})") from error
+        stated = content.get("format") if isinstance(content, dict) else None
+        if stated != FORMAT:
+            raise ValueError(
+                f"{path} is not a cost table: format={stated!r}, expected {FORMAT!r}. Make one with `dspark profile`"
+            )
+        try:
+            points = tuple(CostPoint(**point) for point in content["points"])
+            return cls(points, content["settings"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is a damaged cost table ({error!r}): profile again") from error
+
+
+def along(rows: float, timed_rows: np.ndarray, seconds: np.ndarray) -> float:
+    """A curve at `rows`: linear between its points, on with its last slope beyond them."""
+    if rows <= timed_rows[-1] or len(timed_rows) == 1:
+        return float(np.interp(rows, timed_rows, seconds))
+    slope = (seconds[-1] - seconds[-2]) / (timed_rows[-1] - timed_rows[-2])
+    return float(seconds[-1] + slope * (rows - timed_rows[-1]))
+
+
+def never_falling(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The non-decreasing sequence closest to `values` [n] in least squares.
+
+    Source: Ayer et al. 1955, pool adjacent violators.
+    """
+    means: list[float] = []
+    counts: list[int] = []
+    for value in values:
+        means.append(float(value))
+        counts.append(1)
+        while len(means) > 1 and means[-2] > means[-1]:
+            count = counts[-2] + counts[-1]
+            means[-2:] = [(means[-2] * counts[-2] + means[-1] * counts[-1]) / count]
+            counts[-2:] = [count]
+    return np.repeat(means, counts)

@@ -1,0 +1,265 @@
+"""How many drafts of each request to verify: confidence-scheduled verification.
+
+Verifying a draft that will be rejected costs time that other tokens could have had. A schedule looks at the drafter's
+confidences c[r, k], each the chance that draft k is accepted given that all before it were, and at what a step costs
+on this machine, and cuts every block to a length. With survivals a[r, k] = c[r, 1] * ... * c[r, k] a step of R requests
+that verifies l[r] drafts of each is expected to yield
+
+    tau = sum over r of (1 + a[r, 1] + ... + a[r, l_r])   tokens in   T(rows)   seconds,   throughput Theta = tau / T.
+
+`admit_by_survival` is the DSpark paper's Algorithm 1: rows in order of survival, until Theta would fall.
+`ThroughputSchedule` is the same rule for a target that computes a rectangle, R requests times the longest block, as the
+in-process one does: whole columns are admitted, since the other rows of a column cost nothing extra.
+
+What keeps this lossless
+------------------------
+Rejection sampling emits the target's law only if {draft k of a request is verified} does not depend on draft k itself.
+Were it to, an unwelcome draft could be waved away and the position drawn afresh: with p = (0.7, 0.3), q = (0.5, 0.5)
+and "verify only if the draft is token 0", token 0 is emitted with 0.5 + 0.5 * 0.7 = 0.85. Confidence k + 1 is computed
+*from* draft k, so a rule that compares all lengths and takes the best one is of this kind. The rules here are not:
+
+    An exploration starts with the first confidences, which depend on anchors alone. One decision admits one draft (or
+    a column of them) and only then reads the confidences that follow. A decision therefore sees tokens that are
+    admitted already, and none of the drafts it decides on. Given everything revealed so far, the next admitted draft is
+    still a draw from q; accepting or replacing it yields p, and a position that is not admitted is drawn from p. By
+    induction over the exploration all requests together emit the product of their target laws. Stopping at the first
+    decision against admission is what makes this true, and sorting by survival keeps it true: within a request
+    survivals never increase, ties go to the earlier position, so the next row in order is always one whose confidence
+    has been revealed.
+
+Between steps the same must hold: what was learnt from drafts that never became output must not meet their randomness
+again. Drafts are drawn from noise of their absolute position; a position rejected in one step and drafted again in the
+next would see the same noise, and a rule that remembers (or another request whose length it changed) carries knowledge
+of it. `step_streams` therefore gives every step of a scheduled run draft noise of its own.
+
+Source: DSpark, arXiv:2607.05147, section 3 (Algorithm 1), section 5.2 and appendix A.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dspark.cost import CostTable
+from dspark.sampling import Purpose, Streams
+
+# A pause in drafting is broken by one drafted step after this many plain ones, at first and at most. The longest keeps
+# what those steps cost to a few per cent, and notices an easier passage soon.
+FIRST_PAUSE, LONGEST_PAUSE = 4, 16
+# Share of the newest step in the running mean of confidences: an average over some seven steps.
+NEWEST_SHARE = 0.15
+
+
+class Schedule(ABC):
+    """Chooses lengths. What it may read is bound by the module docstring; a schedule of your own has to keep to it."""
+
+    def plan(self, limits: Sequence[int]) -> int:
+        """Drafts to propose in the coming step, before anything of it is drafted.
+
+        Args:
+            limits: per request, the most that may be verified.
+
+        Returns:
+            0..max(limits); 0 makes it a plain step, which runs no drafter.
+        """
+        return max(limits, default=0)
+
+    @abstractmethod
+    def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
+        """Drafts to verify.
+
+        Args:
+            confidence: [B, K] float64 in [0, 1]; entry k is the chance that draft k is accepted given that all drafts
+                before it were.
+            limits: [B], the most that may be verified of each request, 0..K.
+
+        Returns:
+            [B] lengths, 0..limits.
+        """
+
+
+@dataclass(frozen=True)
+class StaticThreshold(Schedule):
+    """Verify a draft while its survival is at least `min_survival`; 0 verifies everything.
+
+    Draft k's survival depends on the drafts before it only, so the rule is lossless.
+
+    Raises:
+        ValueError: `min_survival` is outside 0..1.
+    """
+
+    min_survival: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_survival <= 1:
+            raise ValueError(
+                f"min_survival={self.min_survival} is no probability; expected 0 (verify everything) to 1 (nothing "
+                "that is not certain)"
+            )
+
+    def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
+        kept = (survivals(confidence) >= self.min_survival).sum(1)
+        return [int(min(length, limit)) for length, limit in zip(kept, limits, strict=True)]
+
+
+class ThroughputSchedule(Schedule):
+    """Verify as many drafts as raises expected tokens per second on the profiled machine.
+
+    Columns are admitted one after another (a target that computes a rectangle), or single rows with `ragged`. With
+    `adaptive` the confidences of *earlier* steps are averaged, for two uses: a column that does not pay by itself is
+    admitted where it is expected to with those behind it (a profiled curve has steps, on which the plain rule would
+    stop too early); and while drafting is expected to yield less than plain steps, nothing is drafted at all, except
+    for a step now and then to see whether that has changed. Without it this is Algorithm 1, and keeps no state.
+
+    An object holds the averages of one run: use a new one for each.
+    """
+
+    def __init__(self, cost: CostTable, *, ragged: bool = False, adaptive: bool = True) -> None:
+        self.cost, self.ragged, self.adaptive = cost, ragged, adaptive
+        self._expected: np.ndarray | None = None  # [K] running mean of confidence by position
+        self._pause, self._paused_for, self._is_probe = FIRST_PAUSE, 0, False
+
+    def plan(self, limits: Sequence[int]) -> int:
+        longest = max(limits, default=0)
+        if not self.adaptive or self._expected is None or not longest:
+            return longest
+        if self._paused_for:
+            self._paused_for -= 1
+            self._is_probe = self._paused_for == 0  # the step after a pause drafts, whatever is expected
+            return 0
+        if self._is_probe or self._drafting_pays(len(limits), longest):
+            self._is_probe = False
+            return longest
+        self._paused_for = self._pause - 1
+        self._is_probe = self._paused_for == 0
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return 0
+
+    def _drafting_pays(self, num_requests: int, longest: int) -> bool:
+        assert self._expected is not None
+        columns = num_requests * np.cumprod(self._expected)[:longest]
+        rates = (num_requests + np.cumsum(columns)) / self._seconds(num_requests, len(columns))[1:]
+        pays = bool(rates.max() >= num_requests / self.cost.plain_seconds(num_requests))
+        if pays:
+            self._pause = FIRST_PAUSE
+        return pays
+
+    def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
+        survival = survivals(confidence)
+        num_requests = len(limits)
+        expected = self._expected
+        if self.adaptive:
+            self._remember(confidence, survival)
+        if self.ragged:
+            return admit_by_survival(survival, limits, lambda rows: self.cost.step_seconds(num_requests, rows))
+        offered = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
+        columns = (survival * offered).sum(0)
+        width = admit_columns(columns, self._seconds(num_requests, len(columns)), num_requests, expected)
+        return [min(width, limit) for limit in limits]
+
+    def _seconds(self, num_requests: int, num_drafts: int) -> np.ndarray:
+        """[num_drafts + 1]: step time with 0, 1, ... drafts of every request verified."""
+        return np.array([self.cost.step_seconds(num_requests, num_requests * (1 + k)) for k in range(num_drafts + 1)])
+
+    def _remember(self, confidence: np.ndarray, survival: np.ndarray) -> None:
+        # Weighted by the chance that the position is reached at all.
+        reached = np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
+        seen = survival.sum(0) / np.maximum(reached.sum(0), np.finfo(np.float64).tiny)
+        if self._expected is None or len(self._expected) < len(seen):
+            self._expected = seen
+        else:
+            self._expected = self._expected.copy()  # the caller still decides by the old one
+            self._expected[: len(seen)] += NEWEST_SHARE * (seen - self._expected[: len(seen)])
+
+
+def survivals(confidence: np.ndarray) -> np.ndarray:
+    """[B, K] conditional confidences -> [B, K] chances that the draft and all before it are accepted."""
+    return np.cumprod(confidence.astype(np.float64), axis=1)
+
+
+def admit_by_survival(survival: np.ndarray, limits: Sequence[int], seconds: Callable[[int], float]) -> list[int]:
+    """The paper's Algorithm 1: admit single drafts, the likeliest to survive first, until throughput would fall.
+
+    Args:
+        survival: [B, K], not increasing along a row.
+        limits: [B], the most that may be verified of each request.
+        seconds: step time by rows of the target's pass, anchors included.
+
+    Returns:
+        [B] lengths.
+    """
+    num_requests = len(limits)
+    lengths = [0] * num_requests
+    rows, tokens = num_requests, float(num_requests)
+    rate = tokens / seconds(rows) if rows else 0.0
+    order = sorted((-survival[request, k], k, request) for request, limit in enumerate(limits) for k in range(limit))
+    for negative, _, request in order:
+        tokens, rows = tokens - negative, rows + 1
+        if tokens / seconds(rows) <= rate:
+            break
+        rate = tokens / seconds(rows)
+        lengths[request] += 1
+    return lengths
+
+
+def admit_columns(
+    columns: np.ndarray, seconds: np.ndarray, num_requests: int, expected: np.ndarray | None = None
+) -> int:
+    """The same for whole columns, draft k of every request at once.
+
+    Args:
+        columns: [K], survivals of draft k summed over the requests that may verify it. Entry k is read only after
+            the drafts before k were admitted.
+        seconds: [K + 1], step time with 0..K drafts of every request.
+        num_requests: R.
+        expected: [>= K] confidences by position from earlier steps, or None. With them a column is also admitted where
+            it pays together with columns behind it, whose survival is the known one times these.
+
+    Returns:
+        Drafts to verify of every request, 0..K.
+    """
+    tokens = float(num_requests)
+    for k in range(len(columns)):
+        rate = tokens / seconds[k]
+        ahead = [columns[k]]
+        if expected is not None:
+            ahead = list(columns[k] * np.cumprod([1.0, *expected[k + 1 : len(columns)]]))
+        rates = (tokens + np.cumsum(ahead)) / seconds[k + 1 : k + 1 + len(ahead)]
+        if rates.max() <= rate:
+            return k
+        tokens += float(columns[k])
+    return len(columns)
+
+
+def step_streams(streams: Streams, anchor_positions: torch.Tensor) -> Streams:
+    """Streams for the drafts of one step: a function of the request's seed and the anchor's position.
+
+    Args:
+        streams: the requests' streams.
+        anchor_positions: [B] int64.
+    """
+    # Drafts are drawn with numbers per token; the single number of their purpose is free and serves as the new seed.
+    bits = streams.uniform(anchor_positions[:, None], Purpose.DRAFT)[:, 0] * 2**53
+    return Streams(bits.to(torch.int64))
+
+
+def parse_schedule(text: str) -> Schedule:
+    """A schedule from the command line: "threshold:0.3", or the cost table that `dspark profile` wrote.
+
+    Raises:
+        ValueError: neither, or the file is no cost table.
+    """
+    kind, _, value = text.partition(":")
+    if kind == "threshold":
+        try:
+            return StaticThreshold(float(value))
+        except ValueError as error:
+            raise ValueError(f"--schedule {text!r}: expected threshold:P with P in 0..1 ({error})") from error
+    if not Path(text).is_file():
+        raise ValueError(
+            f"--schedule {text!r} is neither threshold:P nor a file; `dspark profile --out FILE` makes a cost table"
+        )
+    return ThroughputSchedule(CostTable.load(text))
