@@ -140,8 +140,9 @@ class Streams:
             )
         seeds = self.seeds[:, None].expand_as(positions).flatten()
         position = positions.flatten()
-        tail = torch.tensor([int(purpose), kind], device=position.device).expand(len(position), 2)
-        return torch.stack([seeds & WORD, seeds >> 32 & WORD], -1), torch.cat([position[:, None], tail], -1)
+        # Filled on the device: a copy from the host could not be captured in a CUDA graph.
+        tail = (torch.full_like(position, word) for word in (int(purpose), kind))
+        return torch.stack([seeds & WORD, seeds >> 32 & WORD], -1), torch.stack([position, *tail], -1)
 
 
 def _to_exponential(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
