@@ -11,6 +11,8 @@ and meets a stop at its third token counts as 3 offered, 3 accepted, 3 committed
     position, unconditional steps that accepted this position / steps that offered it.
     position, conditional   steps that accepted it / steps that reached it (accepted all positions before it).
     position, expected      mean of 1 - TV(p, q) over the steps that reached it: what `conditional` should be.
+    position, gap           mean of accepted - (1 - TV) over those steps: 0 but for chance where verification is right.
+    accepted length         share of the steps with drafts that accepted exactly n of them.
 
 Pooled and macro figures of one run differ widely when requests differ in length (2 steps of 8 and 20 steps of 2 give
 2.545 and 5.0), so both are given.
@@ -24,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from dspark.evals.calibration import Calibration, calibrate
-from dspark.evals.stats import Bootstrap, Estimate, divide
+from dspark.evals.calibration import Calibration, calibrate, ece_statistic
+from dspark.evals.stats import Bootstrap, Estimate, Statistic, divide, mean_statistic, ratio_statistic
 from dspark.records import StepRecord
 
 INCONCLUSIVE = "INCONCLUSIVE"
@@ -48,12 +50,16 @@ class PositionRates:
     unconditional: Estimate
     conditional: Estimate
     expected: Estimate
+    gap: Estimate
     confidence: Estimate
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """All figures of one run. `accepted_histogram[n]` is the number of steps with drafts that accepted n of them.
+    """All figures of one run.
+
+    `accepted_histogram[n]` is the number of steps with drafts that accepted n of them, `accepted_shares[n]` their
+    share.
 
     `label` is INCONCLUSIVE when no draft was offered: such a run says nothing about a drafter, whatever its output
     looks like.
@@ -70,6 +76,7 @@ class Acceptance:
     acceptance_rate: Estimate
     positions: tuple[PositionRates, ...]
     accepted_histogram: tuple[int, ...]
+    accepted_shares: tuple[Estimate, ...]
     calibration: Calibration | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,26 +158,62 @@ def measure_acceptance(requests: Sequence[Sequence[StepRecord]], bootstrap: Boot
         ValueError: a record contradicts itself.
     """
     bootstrap = bootstrap or Bootstrap(len(requests))
-    counts = np.array(
-        [[len(steps), sum(s.num_committed for s in steps), *_sum_counts(steps)] for steps in requests], dtype=np.float64
-    ).reshape(len(requests), 4)
-    num_steps, committed, offered, accepted = counts.T
     table = judged_positions(requests)
-    pooled = bootstrap.ratio(np.stack([committed, accepted], 1), np.stack([num_steps, offered], 1))
+    statistics = acceptance_statistics(requests, table)
+    estimates = {name: bootstrap.estimates(statistic) for name, statistic in statistics.items()}
+    counts = _request_counts(requests).sum(0).astype(int).tolist()
+    num_steps, num_committed, num_offered, num_accepted = counts
     return Acceptance(
-        label=MEASURED if offered.sum() else INCONCLUSIVE,
+        label=MEASURED if num_offered else INCONCLUSIVE,
         num_requests=len(requests),
-        num_steps=int(num_steps.sum()),
-        num_committed=int(committed.sum()),
-        num_offered=int(offered.sum()),
-        num_accepted=int(accepted.sum()),
-        tokens_per_step=pooled[0],
-        tokens_per_step_macro=bootstrap.mean(divide(committed, num_steps)),
-        acceptance_rate=pooled[1],
-        positions=_position_rates(table, bootstrap),
-        accepted_histogram=_histogram(requests),
+        num_steps=num_steps,
+        num_committed=num_committed,
+        num_offered=num_offered,
+        num_accepted=num_accepted,
+        tokens_per_step=estimates["tokens_per_step"][0],
+        tokens_per_step_macro=estimates["tokens_per_step_macro"][0],
+        acceptance_rate=estimates["acceptance_rate"][0],
+        positions=_position_rates(table, estimates),
+        accepted_histogram=tuple(_lengths(requests).sum(0).astype(int).tolist()),
+        accepted_shares=tuple(estimates["accepted_shares"]),
         calibration=calibrate(table.request, table.survival, table.accepted, bootstrap),
     )
+
+
+def acceptance_statistics(
+    requests: Sequence[Sequence[StepRecord]], table: JudgedPositions | None = None
+) -> dict[str, Statistic]:
+    """Every figure as a function of how often each request counts, for intervals, differences and means over sets.
+
+    Args:
+        requests: the steps of each request.
+        table: what `judged_positions` gives for them; None computes it.
+
+    Returns:
+        tokens_per_step, tokens_per_step_macro, acceptance_rate and ece, one figure each (ece NaN where there are no
+        confidences); unconditional, conditional, expected, gap and confidence, one for each position; accepted_shares,
+        one for each accepted length from 0.
+    """
+    table = judged_positions(requests) if table is None else table
+    num_steps, committed, offered, accepted = _request_counts(requests).T
+    lengths = _lengths(requests)
+    totals = ratio_statistic(np.stack([committed, accepted], 1), np.stack([num_steps, offered], 1))
+    scored = ~np.isnan(table.survival)
+    labelled = (table.request[scored], table.survival[scored], table.accepted[scored].astype(np.float64))
+    return {
+        "tokens_per_step": lambda weights: totals(weights)[:, :1],
+        "acceptance_rate": lambda weights: totals(weights)[:, 1:],
+        "tokens_per_step_macro": mean_statistic(divide(committed, num_steps)),
+        "accepted_shares": ratio_statistic(lengths, np.broadcast_to(lengths.sum(1, keepdims=True), lengths.shape)),
+        "ece": ece_statistic(*labelled, len(requests)),
+        **_position_statistics(table, len(requests)),
+    }
+
+
+def _request_counts(requests: Sequence[Sequence[StepRecord]]) -> np.ndarray:
+    """Steps, committed tokens, offered and accepted drafts of each request: [num_requests, 4]."""
+    counts = [[len(steps), sum(s.num_committed for s in steps), *_sum_counts(steps)] for steps in requests]
+    return np.array(counts, dtype=np.float64).reshape(len(requests), 4)
 
 
 def _sum_counts(steps: Sequence[StepRecord]) -> tuple[int, int]:
@@ -178,32 +221,44 @@ def _sum_counts(steps: Sequence[StepRecord]) -> tuple[int, int]:
     return sum(offered for offered, _ in pairs), sum(accepted for _, accepted in pairs)
 
 
-def _histogram(requests: Sequence[Sequence[StepRecord]]) -> tuple[int, ...]:
-    accepted = [judged_counts(step)[1] for steps in requests for step in steps if step.num_offered]
-    return tuple(np.bincount(accepted).tolist()) if accepted else ()
+def _lengths(requests: Sequence[Sequence[StepRecord]]) -> np.ndarray:
+    """Steps with drafts of each request, by how many they accepted: [num_requests, longest + 1]."""
+    accepted = [[judged_counts(step)[1] for step in steps if step.num_offered] for steps in requests]
+    longest = max((max(lengths, default=-1) for lengths in accepted), default=-1)
+    rows = [np.bincount(lengths, minlength=longest + 1) for lengths in accepted]
+    return np.array(rows, dtype=np.float64).reshape(len(requests), longest + 1)
 
 
-def _position_rates(table: JudgedPositions, bootstrap: Bootstrap) -> tuple[PositionRates, ...]:
-    if not len(table.position):
-        return ()
-    depth = int(table.position.max()) + 1
+def _position_statistics(table: JudgedPositions, num_requests: int) -> dict[str, Statistic]:
+    """Figures of each position, over steps that offered or reached it."""
+    depth = int(table.position.max()) + 1 if len(table.position) else 0
 
     def sums(values: np.ndarray) -> np.ndarray:  # [N] -> [num_requests, depth]
         cells = table.request * depth + table.position
-        return np.bincount(cells, values, bootstrap.num_requests * depth).reshape(-1, depth)
+        return np.bincount(cells, values, num_requests * depth).reshape(num_requests, depth)
 
-    def mean_where_reached(values: np.ndarray) -> list[Estimate]:
+    def mean_where_reached(values: np.ndarray) -> Statistic:
         known = table.reached & ~np.isnan(values)
-        return bootstrap.ratio(sums(np.where(known, values, 0.0)), sums(known))
+        return ratio_statistic(sums(np.where(known, values, 0.0)), sums(known))
 
-    offered, reached, accepted = sums(np.ones(len(table.position))), sums(table.reached), sums(table.accepted)
-    unconditional = bootstrap.ratio(accepted, offered)
-    conditional = bootstrap.ratio(accepted, reached)
-    expected, confidence = mean_where_reached(table.expected), mean_where_reached(table.confidence)
-    totals = np.stack([offered.sum(0), reached.sum(0), accepted.sum(0)], 1).astype(int).tolist()
-    return tuple(
-        PositionRates(i, *totals[i], unconditional[i], conditional[i], expected[i], confidence[i]) for i in range(depth)
-    )
+    accepted = sums(table.accepted)
+    return {
+        "unconditional": ratio_statistic(accepted, sums(np.ones(len(table.position)))),
+        "conditional": ratio_statistic(accepted, sums(table.reached)),
+        "expected": mean_where_reached(table.expected),
+        "gap": mean_where_reached(table.accepted - table.expected),
+        "confidence": mean_where_reached(table.confidence),
+    }
+
+
+def _position_rates(table: JudgedPositions, estimates: dict[str, list[Estimate]]) -> tuple[PositionRates, ...]:
+    rates = []
+    for position, unconditional in enumerate(estimates["unconditional"]):
+        here = table.position == position
+        counts = int(here.sum()), int((here & table.reached).sum()), int((here & table.accepted).sum())
+        others = (estimates[name][position] for name in ("conditional", "expected", "gap", "confidence"))
+        rates.append(PositionRates(position, *counts, unconditional, *others))
+    return tuple(rates)
 
 
 def tail_repeats(token_ids: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark.evals.stats import Bootstrap, Estimate, divide
+from dspark.evals.stats import Bootstrap, Estimate, Statistic, divide, ratio_statistic
 
 NUM_BINS = 10
 MAX_RESAMPLED_SCORES = 1000  # distinct scores kept under resampling; more than this only cost time
@@ -33,7 +33,7 @@ class ReliabilityBin:
     high: float
     num_positions: int
     mean_survival: float | None
-    accepted: float | None
+    accepted: Estimate
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,32 @@ def calibrate(
     if not scored.any():
         return None
     request, survival, accepted = request[scored], survival[scored], accepted[scored].astype(np.float64)
-    squared_error = _sum_by(request, np.zeros_like(request), (survival - accepted) ** 2, (bootstrap.num_requests, 1))
-    num_positions = _sum_by(request, np.zeros_like(request), np.ones_like(survival), (bootstrap.num_requests, 1))
-    ece, bins = _binned(request, survival, accepted, bootstrap)
+    brier = brier_statistic(request, survival, accepted, bootstrap.num_requests)
     return Calibration(
         num_positions=len(survival),
-        ece=ece,
+        ece=bootstrap.estimates(ece_statistic(request, survival, accepted, bootstrap.num_requests))[0],
         auroc=_auroc_estimate(request, survival, accepted, bootstrap),
-        brier=bootstrap.ratio(squared_error, num_positions)[0],
-        bins=bins,
+        brier=bootstrap.estimates(brier)[0],
+        bins=_bins(request, survival, accepted, bootstrap),
     )
+
+
+def brier_statistic(request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, num_requests: int) -> Statistic:
+    """Brier score, one figure; arguments as in `calibrate`, without NaN."""
+    errors = np.bincount(request, (survival - accepted) ** 2, num_requests)
+    counts = np.bincount(request, minlength=num_requests).astype(np.float64)
+    return ratio_statistic(errors[:, None], counts[:, None])
+
+
+def ece_statistic(request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, num_requests: int) -> Statistic:
+    """ECE, one figure; arguments as in `calibrate`, without NaN."""
+    sums = _bin_sums(request, survival, accepted, num_requests)
+
+    def ece(weights: np.ndarray) -> np.ndarray:
+        count, predicted, realised = (weights @ part for part in sums)
+        return divide(np.abs(predicted - realised).sum(1), count.sum(1))[:, None]
+
+    return ece
 
 
 def auroc(positives: np.ndarray, negatives: np.ndarray) -> np.ndarray:
@@ -106,30 +122,34 @@ def _auroc_estimate(request: np.ndarray, survival: np.ndarray, accepted: np.ndar
     return bootstrap.estimate(exact[0], auroc(bootstrap.weights @ positives, bootstrap.weights @ negatives))
 
 
-def _binned(
-    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, bootstrap: Bootstrap
-) -> tuple[Estimate, tuple[ReliabilityBin, ...]]:
+def _bin_sums(
+    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, num_requests: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Positions, survival and accepted prefixes per request and bin, each [num_requests, NUM_BINS]."""
     index = np.minimum((survival * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-    shape = (bootstrap.num_requests, NUM_BINS)
-    sums = [_sum_by(request, index, values, shape) for values in (np.ones_like(survival), survival, accepted)]
+    shape = (num_requests, NUM_BINS)
+    count, predicted, realised = (
+        _sum_by(request, index, values, shape) for values in (np.ones_like(survival), survival, accepted)
+    )
+    return count, predicted, realised
 
-    def ece(weights: np.ndarray) -> np.ndarray:  # [r, num_requests] -> [r]
-        count, predicted, realised = (weights @ part for part in sums)
-        return divide(np.abs(predicted - realised).sum(1), count.sum(1))
 
-    counts, predicted, realised = (part.sum(0) for part in sums)
-    bins = tuple(
+def _bins(
+    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, bootstrap: Bootstrap
+) -> tuple[ReliabilityBin, ...]:
+    count, predicted, realised = _bin_sums(request, survival, accepted, bootstrap.num_requests)
+    shares = bootstrap.ratio(realised, count)
+    counts, means = count.sum(0), divide(predicted.sum(0), count.sum(0))
+    return tuple(
         ReliabilityBin(
             low=i / NUM_BINS,
             high=(i + 1) / NUM_BINS,
             num_positions=int(counts[i]),
-            mean_survival=float(predicted[i] / counts[i]) if counts[i] else None,
-            accepted=float(realised[i] / counts[i]) if counts[i] else None,
+            mean_survival=float(means[i]) if counts[i] else None,
+            accepted=shares[i],
         )
         for i in range(NUM_BINS)
     )
-    value = ece(np.ones((1, bootstrap.num_requests)))[0]
-    return bootstrap.estimate(value, ece(bootstrap.weights)), bins
 
 
 def _sum_by(row: np.ndarray, column: np.ndarray, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:

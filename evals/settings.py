@@ -12,18 +12,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import dspark
 from dspark.config import DrafterConfig
 from dspark.drafter import Drafter
-from dspark.evals.datasets import Dataset, PromptFormat
+from dspark.evals.datasets import PROMPT_MODES, Dataset, PromptFormat
 from dspark.sampling import Drafting, SamplingParams
 from dspark.target import HFTarget
 
 DISTRIBUTIONS = ("torch", "transformers", "numpy")
+SWITCH = (True, False, None)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class EvalSettings:
         """Refuse settings that name no run.
 
         Raises:
-            ValueError: no data set or temperature, one of them twice, or a sampling value out of range.
+            ValueError: no data set or temperature, one of them twice, or an option out of its range, by name.
         """
         object.__setattr__(self, "datasets", tuple(str(name) for name in self.datasets))
         object.__setattr__(self, "temperatures", tuple(float(value) for value in self.temperatures))
@@ -66,8 +67,17 @@ class EvalSettings:
                 raise ValueError(f"{field} is empty: name at least one")
             if len(set(values)) < len(values):
                 raise ValueError(f"{field} {values} names one twice: its rows could not be told apart")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        for field in ("limit", "num_draft_tokens", "batch_size", "max_new_tokens"):
+            _check_count(field, getattr(self, field), optional=field in ("limit", "num_draft_tokens"))
+        for field, values in (("drafting", get_args(Drafting)), ("prompt_mode", PROMPT_MODES)):
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field} must be one of {', '.join(values)}, got {getattr(self, field)!r}")
+        for field, values in (("draft_truncation", (True, False)), ("ignore_eos", (True, False)), ("thinking", SWITCH)):
+            if not any(getattr(self, field) is value for value in values):
+                expected = ", ".join(map(str, values))
+                raise ValueError(f"{field} must be one of {expected}, got {getattr(self, field)!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
         for temperature in self.temperatures:
             self.sampling_params(temperature, seed=0)
 
@@ -82,6 +92,15 @@ class EvalSettings:
             max_new_tokens=self.max_new_tokens,
             ignore_eos=self.ignore_eos,
         )
+
+
+def _check_count(field: str, value: int | None, optional: bool) -> None:
+    """Refuse what is no count of 1 or more."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        hint = "; leave it out for all" if optional else ""
+        raise ValueError(f"{field} must be at least 1, got {value!r}{hint}")
 
 
 def request_seed(seed: int, dataset: str, index: int) -> int:
@@ -139,8 +158,13 @@ def config_sha256(config: Any) -> str:
 
 def describe_drafter(drafter: Drafter) -> dict[str, Any]:
     """A loaded drafter, for `describe_run`."""
-    dtype = str(drafter.dtype).removeprefix("torch.")
-    return {**describe_drafter_config(drafter.config), "weights_sha256": weights_sha256(drafter), "dtype": dtype}
+    calibration = None if drafter.calibration is None else list(drafter.calibration.temperatures)
+    return {
+        **describe_drafter_config(drafter.config),
+        "weights_sha256": weights_sha256(drafter),
+        "confidence_temperatures": calibration,
+        "dtype": str(drafter.dtype).removeprefix("torch."),
+    }
 
 
 def describe_drafter_config(config: DrafterConfig) -> dict[str, Any]:

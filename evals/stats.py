@@ -5,9 +5,14 @@ requests as there are, with replacement, and the figure is computed anew from al
 interval is the central `LEVEL` share of the resampled figures (percentile interval). A resample is a row of
 *weights*, how often each request was drawn, so that sums over a resample are one matrix product.
 
+A figure is a `Statistic`: a function of such weights. Its value is the statistic at weights of one, its interval comes
+from the statistic at the resamples, and differences and means of statistics are statistics again, so that a comparison
+of two runs over the same requests keeps their pairing.
+
 Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 6 and 13.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +20,9 @@ import numpy as np
 LEVEL = 0.95
 NUM_RESAMPLES = 2000
 SEED = 0
+
+# Weights [r, num_requests] -> [r, m]: m figures under each row of weights, NaN where they are undefined.
+Statistic = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,16 @@ class Bootstrap:
             m estimates of sum(numerators) / sum(denominators). Resamples whose denominator is 0 do not define the
             ratio and are left out.
         """
-        numerators, denominators = self._columns(numerators), self._columns(denominators)
-        values = divide(numerators.sum(0), denominators.sum(0))
-        resampled = divide(self.weights @ numerators, self.weights @ denominators)
-        return [self.estimate(value, column) for value, column in zip(values, resampled.T, strict=True)]
+        return self.estimates(ratio_statistic(self._columns(numerators), self._columns(denominators)))
+
+    def estimates(self, statistic: Statistic) -> list[Estimate]:
+        """The m figures of a statistic over these requests, each with its interval."""
+        values = statistic(np.ones((1, self.num_requests)))[0]
+        return [self.estimate(*pair) for pair in zip(values, statistic(self.weights).T, strict=True)]
 
     def mean(self, values: np.ndarray) -> Estimate:
         """Mean over requests of `values` [num_requests]; NaN marks a request without a value, which is left out."""
-        values = np.asarray(values, dtype=np.float64)
-        known = ~np.isnan(values)
-        return self.ratio(np.where(known, values, 0.0)[:, None], known[:, None])[0]
+        return self.estimates(mean_statistic(values))[0]
 
     def _columns(self, values: np.ndarray) -> np.ndarray:
         values = np.asarray(values, dtype=np.float64)
@@ -100,6 +108,35 @@ class Bootstrap:
         tail = (1 - LEVEL) / 2
         low, high = np.quantile(resampled, [tail, 1 - tail])
         return Estimate(float(value), float(low), float(high))
+
+
+def ratio_statistic(numerators: np.ndarray, denominators: np.ndarray) -> Statistic:
+    """Ratios of sums over requests: both [num_requests, m], denominators not negative."""
+    return lambda weights: divide(weights @ numerators, weights @ denominators)
+
+
+def mean_statistic(values: np.ndarray) -> Statistic:
+    """Mean over requests of `values` [num_requests], one figure; NaN marks a request without a value."""
+    values = np.asarray(values, dtype=np.float64)
+    known = ~np.isnan(values)
+    return ratio_statistic(np.where(known, values, 0.0)[:, None], known[:, None].astype(np.float64))
+
+
+def macro_mean(parts: Sequence[tuple[int, Statistic]]) -> list[Estimate]:
+    """Plain means over data sets, whatever their sizes.
+
+    Args:
+        parts: number of requests and statistic of each data set, all with the same m figures.
+
+    Returns:
+        m estimates. Each set is resampled by itself (a stratified bootstrap); a figure that is undefined on one set is
+        undefined.
+    """
+    draws = [Bootstrap(num_requests, seed=SEED + 1 + i) for i, (num_requests, _) in enumerate(parts)]
+    values = np.mean([statistic(np.ones((1, n)))[0] for n, statistic in parts], axis=0)
+    resampled = np.mean([statistic(draw.weights) for draw, (_, statistic) in zip(draws, parts, strict=True)], axis=0)
+    fewest = min(draws, key=lambda draw: draw.num_requests)  # one request in a set: no spread can be seen
+    return [fewest.estimate(value, column) for value, column in zip(values, resampled.T, strict=True)]
 
 
 def divide(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:

@@ -102,7 +102,7 @@ def test_probabilities_and_logits_are_scaled_alike():
         pytest.param(lambda raw: raw | {"temperatures": [True]}, r"temperatures\[0\].* is True;", id="bool"),
         pytest.param(lambda raw: raw | {"temperatures": 1.0}, "a list of temperatures", id="no-list"),
         pytest.param(lambda raw: raw | {"method": "platt"}, "method 'platt'", id="another-method"),
-        pytest.param(lambda raw: raw | {"bias": 0.1}, "has the fields bias, confidence_head_sha256", id="unknown-field"),
+        pytest.param(lambda raw: raw | {"bias": 0.1}, "has the fields bias, confidence_head", id="unknown-field"),
         pytest.param(lambda raw: {"temperatures": raw["temperatures"]}, "a guess", id="missing-fields"),
         pytest.param(lambda raw: raw | {"confidence_head_sha256": "ab" * 32}, "fitted for the conf", id="another-head"),
     ],

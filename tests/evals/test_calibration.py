@@ -26,7 +26,7 @@ def test_a_calibrated_head_has_an_ece_near_zero():
     assert calibration.num_positions == 24000
     assert calibration.ece.value < 0.02
     assert sum(b.num_positions for b in calibration.bins) == 24000
-    assert all(abs(b.mean_survival - b.accepted) < 0.1 for b in calibration.bins if b.num_positions > 300)
+    assert all(abs(b.mean_survival - b.accepted.value) < 0.1 for b in calibration.bins if b.num_positions > 300)
 
 
 def test_an_overconfident_head_is_seen():

@@ -197,22 +197,6 @@ def test_records_without_settings_are_refused(target, drafter, prompts, tmp_path
         evaluate(target, drafter, settings_for(prompts), tmp_path / "out", progress=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"datasets": ()}, "datasets is empty", id="no-data-set"),
-        pytest.param({"temperatures": ()}, "temperatures is empty", id="no-temperature"),
-        pytest.param({"temperatures": (1, 1.0)}, "names one twice", id="a-temperature-twice"),
-        pytest.param({"batch_size": 0}, "batch_size must be at least 1, got 0", id="batch-size"),
-        pytest.param({"temperatures": (-1.0,)}, "temperature", id="negative-temperature"),
-        pytest.param({"top_p": 1.5}, "top_p", id="top-p"),
-    ],
-)
-def test_settings_that_name_no_run_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        EvalSettings(**changes)
-
-
 def test_two_files_of_one_name_are_refused(target, prompts, tmp_path):
     other = tmp_path / "other"
     other.mkdir()

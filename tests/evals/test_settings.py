@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 import dspark
-from dspark.evals.settings import library_versions, source_commit
+from dspark.evals.settings import EvalSettings, library_versions, source_commit
 
 
 def git(folder, *arguments):
@@ -47,3 +47,30 @@ def test_a_package_installed_inside_another_checkout_has_no_commit(checkout, mon
 
 def test_versions_name_what_the_numbers_come_out_of():
     assert {"dspark", "python", "torch", "transformers", "numpy"} == library_versions().keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"datasets": ()}, "datasets is empty", id="no-data-set"),
+        pytest.param({"temperatures": ()}, "temperatures is empty", id="no-temperature"),
+        pytest.param({"temperatures": (1, 1.0)}, "names one twice", id="a-temperature-twice"),
+        pytest.param({"batch_size": 0}, "batch_size must be at least 1, got 0", id="batch-size"),
+        pytest.param({"batch_size": True}, "batch_size must be at least 1, got True", id="batch-size-bool"),
+        pytest.param({"limit": 0}, "limit must be at least 1, got 0; leave it out", id="limit"),
+        pytest.param({"num_draft_tokens": 0}, "num_draft_tokens must be at least 1, got 0", id="K-zero"),
+        pytest.param({"num_draft_tokens": 2.0}, "num_draft_tokens must be at least 1, got 2.0", id="K-float"),
+        pytest.param({"max_new_tokens": 0}, "max_new_tokens must be at least 1", id="no-tokens"),
+        pytest.param({"drafting": "wild"}, "drafting must be one of .*greedy.*, got 'wild'", id="drafting"),
+        pytest.param({"prompt_mode": "html"}, "prompt_mode must be one of auto, chat, raw, got 'html'", id="mode"),
+        pytest.param({"thinking": "yes"}, "thinking must be one of True, False, None, got 'yes'", id="thinking"),
+        pytest.param({"draft_truncation": None}, "draft_truncation must be one of True, False", id="truncation"),
+        pytest.param({"ignore_eos": 1}, "ignore_eos must be one of True, False, got 1", id="ignore-eos"),
+        pytest.param({"seed": 1.5}, "seed must be an integer, got 1.5", id="seed"),
+        pytest.param({"temperatures": (-1.0,)}, "temperature", id="negative-temperature"),
+        pytest.param({"top_p": 1.5}, "top_p", id="top-p"),
+    ],
+)
+def test_settings_that_name_no_run_are_refused_at_construction(changes, message):
+    with pytest.raises(ValueError, match=message):
+        EvalSettings(**changes)
