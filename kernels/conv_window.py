@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from dspark.kernels import tl, triton
-from dspark.kernels.kda import compute_dtype, ring_rows, runs_kernel
+from dspark.kernels.kda import compute_dtype, ring_rows, runs, runs_kernel
+from dspark.kernels.kda_device import first_of_row
 
 
 def conv_window_ref(
@@ -25,8 +26,15 @@ def conv_window_ref(
     slots: torch.Tensor,
     cursor: torch.Tensor,
     num_rows: torch.Tensor,
+    first_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, in PyTorch. Same contract as `conv_window`."""
+    if first_token is not None:
+        counts = torch.where(slots >= 0, num_rows, 0)
+        index, inside = runs(first_token, counts, inputs.shape[1])
+        line = torch.zeros_like(inputs)
+        line[0, index[inside]] = conv_window_ref(inputs[0, index], weight, ring, slots, cursor, counts)[inside]
+        return line
     num_tokens, history, capacity = inputs.shape[1], weight.shape[1] - 1, ring.shape[1]
     dtype = compute_dtype(inputs, weight)
     before = ring[slots.clamp_min(0)[:, None], ring_rows(cursor + capacity - history, history, capacity)]
@@ -45,9 +53,9 @@ TILE_CHANNELS, NUM_WARPS = 128, 4
 
 @triton.jit
 def _conv_window_kernel(
-    input_ptr, weight_ptr, ring_ptr, slots_ptr, cursor_ptr, num_rows_ptr, out_ptr,
+    input_ptr, weight_ptr, ring_ptr, slots_ptr, cursor_ptr, num_rows_ptr, first_token_ptr, out_ptr,
     num_tokens, channels, capacity, input_stride, ring_stride,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -56,7 +64,8 @@ def _conv_window_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = column < channels
     ring = ring_ptr + slot * ring_stride + column[None, :]
-    first = row.to(tl.int64) * num_tokens
+    first = first_of_row(first_token_ptr, row, num_tokens, PACKED)
+    filled = count if PACKED else num_tokens
     for start in range(0, num_tokens, TOKENS):
         t = start + tl.arange(0, TOKENS)
         inside = (t < count)[:, None] & own[None, :]
@@ -80,7 +89,7 @@ def _conv_window_kernel(
         tl.store(
             out,
             tl.where(inside, mixed, 0.0).to(out_ptr.dtype.element_ty),
-            mask=(t < num_tokens)[:, None] & own[None, :],
+            mask=(t < filled)[:, None] & own[None, :],
         )
         recorded = tl.load(input_ptr + (first + t)[:, None] * input_stride + column[None, :], mask=inside, other=0.0)
         tl.store(
@@ -95,15 +104,19 @@ def launch_conv_window(
     slots: torch.Tensor,
     cursor: torch.Tensor,
     num_rows: torch.Tensor,
+    first_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Same contract as `conv_window`, wherever Triton runs."""
-    batch, num_tokens, channels = inputs.shape
-    out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
+    num_tokens, channels = inputs.shape[1:]
+    packed, batch = first_token is not None, len(slots)
+    out = (torch.zeros if packed else torch.empty)(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    if packed:  # no row can be longer
+        num_tokens = ring.shape[1] - weight.shape[1] + 1
     inputs = inputs.flatten(0, 1)
     _conv_window_kernel[(triton.cdiv(channels, TILE_CHANNELS), batch)](
-        inputs, weight.contiguous(), ring, slots, cursor, num_rows, out,
+        inputs, weight.contiguous(), ring, slots, cursor, num_rows, first_token if packed else slots, out,
         num_tokens, channels, ring.shape[1], inputs.stride(0), ring.stride(0),
-        WIDTH=weight.shape[1], TOKENS=16, BLOCK=TILE_CHANNELS, num_warps=NUM_WARPS,
+        WIDTH=weight.shape[1], TOKENS=16, BLOCK=TILE_CHANNELS, PACKED=packed, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
 
@@ -115,32 +128,34 @@ def conv_window(
     slots: torch.Tensor,
     cursor: torch.Tensor,
     num_rows: torch.Tensor,
+    first_token: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolve T new tokens a row behind their history, and record them.
 
     Args:
-        inputs: [B, T, C]; tokens past a row's `num_rows` may hold anything.
+        inputs: [B, T, C], or packed [1, N, C] with `first_token`; tokens of no row may hold anything.
         weight: [C, W], the last column meets the current token.
         ring: [N, R, C]; zero where a slot's history has not begun. Rows cursor .. cursor + num_rows - 1 (modulo R) are
             written, no other.
         slots: [B] int64, negative for padding rows.
         cursor: [B] int64, 0..R-1, ring row of the row's first token.
-        num_rows: [B] int64, 0..T.
+        num_rows: [B] int64, 0..T; packed, at most R - W + 1.
+        first_token: [B] int64, index of each row's first token on the packed line.
 
     Returns:
-        [B, T, C] in the dtype of `inputs`; zero past `num_rows` and for padding rows.
+        Like `inputs`; zero past `num_rows`, for padding rows, and for packed tokens of no row.
 
     Raises:
         ValueError: the ring is too short for the window and its history.
 
     Source: `conv_window_ref`.
     """
-    needed = weight.shape[1] - 1 + inputs.shape[1]
+    needed = weight.shape[1] - 1 + (inputs.shape[1] if first_token is None else 1)
     if ring.shape[1] < needed:
         raise ValueError(
-            f"a ring of {ring.shape[1]} rows is too short: {inputs.shape[1]} tokens behind a history of "
+            f"a ring of {ring.shape[1]} rows is too short: {needed - weight.shape[1] + 1} tokens behind a history of "
             f"{weight.shape[1] - 1} need {needed}; "
             "with fewer, a rejected token would overwrite history that rollback still reads"
         )
     run = launch_conv_window if runs_kernel(ring) else conv_window_ref
-    return run(inputs, weight, ring, slots, cursor, num_rows)
+    return run(inputs, weight, ring, slots, cursor, num_rows, first_token)

@@ -80,6 +80,7 @@ class Tokens:
     """What a KDA layer computes from its input for T tokens of B rows, after the short convolution.
 
     `query`, `key`, `gate` (raw): [B, T, H, K]; `value`: [B, T, H, V]; `beta` (raw, before the sigmoid): [B, T, H].
+    Packed (see `Rows.first_token`): one line of N tokens, [1, N, ...], in which every row has its own run.
     """
 
     query: torch.Tensor
@@ -138,6 +139,8 @@ class Rows:
         start: ring row of the oldest record that is not in the checkpoint.
         held: accepted records not yet in the checkpoint; the next token is recorded at ring row start + held.
         fold: whether this step's verification writes the held records into the checkpoint.
+        first_token: None where tokens are [B, T, ...]. Else they are packed [1, N, ...] and the row's tokens start at
+            this index; runs of rows must not overlap, and tokens between them belong to no row.
     """
 
     slots: torch.Tensor
@@ -146,6 +149,7 @@ class Rows:
     start: torch.Tensor
     held: torch.Tensor
     fold: torch.Tensor
+    first_token: torch.Tensor | None = None
 
     @classmethod
     def current(
@@ -155,6 +159,7 @@ class Rows:
         *,
         record_slots: torch.Tensor | None = None,
         null_slot: int = -1,
+        first_token: torch.Tensor | None = None,
     ) -> "Rows":
         """Rows whose checkpoint is up to date, as it always is when every step is followed by `kda_commit`.
 
@@ -162,7 +167,8 @@ class Rows:
         """
         slots = torch.where(slots > null_slot, slots, -1)
         zero = torch.zeros_like(slots)
-        return cls(slots, slots if record_slots is None else record_slots, num_rows, zero, zero, zero.bool())
+        records = slots if record_slots is None else record_slots
+        return cls(slots, records, num_rows, zero, zero, zero.bool(), first_token)
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
@@ -234,6 +240,16 @@ def replay(state: torch.Tensor, correction: torch.Tensor, key: torch.Tensor, log
 def ring_rows(start: torch.Tensor, count: int, capacity: int) -> torch.Tensor:
     """[B, count] ring rows of `count` consecutive records from `start` [B]."""
     return (start[:, None] + torch.arange(count, device=start.device)) % capacity
+
+
+def runs(first_token: torch.Tensor, num_rows: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the tokens of rows lie on a packed line of `length` tokens: index [B, T] and which of it counts, T being
+    the longest run. Places that don't count are 0."""
+    window = torch.arange(int(num_rows.max()) if len(num_rows) else 0, device=num_rows.device)
+    inside = window < num_rows[:, None]
+    index = torch.where(inside, first_token[:, None] + window, 0)
+    assert not inside.any() or int(index.max()) < length, f"a row's tokens end past the line of {length}"
+    return index, inside
 
 
 class LayerTable:

@@ -24,7 +24,7 @@ import torch
 
 from dspark.kernels import tl, triton
 from dspark.kernels.kda import KDALayer, Rows, Tokens
-from dspark.kernels.kda_device import head_rate, held_records, log_decay, replayed, split_dot, unit_rows
+from dspark.kernels.kda_device import first_of_row, head_rate, held_records, log_decay, replayed, split_dot, unit_rows
 
 MAX_TOKENS = 16
 FACTOR_LIMIT = 80.0  # e^80 is the largest power of e that still multiplies safely in float32
@@ -85,22 +85,22 @@ def _solved_window(query, key, decay, beta, t, FACTORED: tl.constexpr, TOKENS: t
 def _kda_chunk_kernel(  # noqa: PLR0915 (a device function; half of it is loads and stores)
     query_ptr, key_ptr, value_ptr, gate_ptr, beta_ptr, out_ptr,
     state_ptr, u_ptr, key_record_ptr, gate_record_ptr, a_log_ptr, bias_ptr,
-    slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr,
+    slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr, first_token_ptr,
     lower_bound, num_tokens,
-    query_stride, key_stride, value_stride, gate_stride, beta_stride, state_stride, u_stride, record_stride,
+    query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
-    BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, DEFERRED: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, DEFERRED: tl.constexpr, PACKED: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     count = tl.where(slot >= 0, tl.load(num_rows_ptr + row), 0)
     t, columns = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
-    token = row.to(tl.int64) * num_tokens + t
-    out = out_ptr + (token * HEADS + head)[:, None] * VALUE_DIM
+    token = first_of_row(first_token_ptr, row, num_tokens, PACKED) + t
+    out = out_ptr + token[:, None] * out_stride + head * VALUE_DIM
     first_value = tl.program_id(0) * (BLOCK_V * TILES)
     if count == 0:
-        for tile in range(TILES):
+        for tile in range(0 if PACKED else TILES):
             values = first_value + tile * BLOCK_V + tl.arange(0, BLOCK_V)
             written = (t < num_tokens)[:, None] & (values < VALUE_DIM)[None, :]
             tl.store(out + values[None, :], tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty), mask=written)
@@ -160,15 +160,19 @@ def _kda_chunk_kernel(  # noqa: PLR0915 (a device function; half of it is loads 
         tl.store(
             u_base + new_row[None, :] * VALUE_DIM + values[:, None], correction.to(u_ptr.dtype.element_ty), mask=taken
         )
-        written = known[:, None] & (t < num_tokens)[None, :]  # past the count the query was zero, and so is the output
+        filled = count if PACKED else num_tokens
+        written = known[:, None] & (t < filled)[None, :]  # past the count the query was zero, and so is the output
         tl.store(tl.trans(out) + values[:, None], output.to(out_ptr.dtype.element_ty), mask=written)
 
 
-def launch_kda_chunk(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
+def launch_kda_chunk(
+    tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The window solved at once, T <= 16, wherever Triton runs. Same contract as `kda_verify`."""
-    batch, num_tokens, heads, value_dim = tokens.value.shape
+    batch, (heads, value_dim) = len(rows.slots), tokens.value.shape[2:]
+    num_tokens = tokens.value.shape[1] if rows.first_token is None else min(MAX_TOKENS, layer.records.capacity)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
-    out = torch.empty_like(tokens.value, memory_format=torch.contiguous_format)
+    out = outputs_for(tokens, rows) if out is None else out
     kind = "spread" if batch * heads < FULL_GRID else "whole-deferred" if deferred else "whole"
     tile_v, num_warps = TILES[kind]
     block_v = min(tile_v, max(16, triton.next_power_of_2(value_dim)))
@@ -200,8 +204,10 @@ def verify_arguments(
         layer.checkpoint, records.correction, records.key, records.gate,
         gate.dt_bias if gate.a_log is None else gate.a_log, gate.dt_bias,
         rows.slots, rows.record_slots, rows.num_rows, rows.start, rows.held, rows.fold,
+        rows.slots if rows.first_token is None else rows.first_token,
         gate.lower_bound or 0.0, num_tokens,
-        *(x.stride(0) for x in inputs), layer.checkpoint.stride(0), records.correction.stride(0), records.key.stride(0),
+        *(x.stride(0) for x in (*inputs, flat(out))),
+        layer.checkpoint.stride(0), records.correction.stride(0), records.key.stride(0),
     )  # fmt: skip
     sizes = {
         "HEADS": heads,
@@ -211,10 +217,17 @@ def verify_arguments(
         "BOUNDED": gate.lower_bound is not None,
         "HAS_RATE": gate.a_log is not None,
         "DEFERRED": deferred,
+        "PACKED": rows.first_token is not None,
         "ROWS": max(16, triton.next_power_of_2(records.capacity)),
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
     }
     return arguments, sizes
+
+
+def outputs_for(tokens: Tokens, rows: Rows) -> torch.Tensor:
+    """A contiguous tensor for the outputs; packed ones are zero, since tokens of no row are not written."""
+    allocate = torch.empty if rows.first_token is None else torch.zeros
+    return allocate(tokens.value.shape, dtype=tokens.value.dtype, device=tokens.value.device)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,15 @@ def head_rate(a_log_ptr, head, HAS_RATE: tl.constexpr):
 
 
 @triton.jit
+def first_of_row(first_token_ptr, row, num_tokens, PACKED: tl.constexpr):
+    """Index of a row's first token on the line of all tokens."""
+    if PACKED:
+        return tl.load(first_token_ptr + row).to(tl.int64)
+    else:
+        return row.to(tl.int64) * num_tokens
+
+
+@triton.jit
 def held_records(
     key_ptr,
     gate_ptr,

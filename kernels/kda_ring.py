@@ -46,6 +46,7 @@ class RingCursor:
         *,
         record_slots: torch.Tensor | None = None,
         null_slot: int = -1,
+        first_token: torch.Tensor | None = None,
     ) -> Rows:
         """The rows of a step: `slots` [B] int64, `num_rows` [B] int64, at most `window`; the rest as in `Rows.current`.
 
@@ -56,7 +57,7 @@ class RingCursor:
         index = record_slots.clamp_min(0)
         start, held = self.start[index], self.held[index]
         fold = (held + 2 * self.window > self.capacity) & (num_rows > 0)
-        return Rows(slots, record_slots, num_rows, start, held, fold)
+        return Rows(slots, record_slots, num_rows, start, held, fold, first_token)
 
     def advance(self, rows: Rows, num_accepted: torch.Tensor) -> None:
         """Keep the first `num_accepted` [B] new records of each row, 0..num_rows: the rest count as never written.

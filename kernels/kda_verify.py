@@ -8,13 +8,15 @@ recurrence of `dspark.kernels.kda`, and (u, k, gate) of each is recorded behind 
 Read `kda_verify_ref` first.
 """
 
+import dataclasses
+
 import torch
 
 from dspark.kernels import tl, triton
-from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows, runs_kernel
-from dspark.kernels.kda_chunk import MAX_TOKENS, launch_kda_chunk, verify_arguments
+from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows, runs, runs_kernel
+from dspark.kernels.kda_chunk import MAX_TOKENS, launch_kda_chunk, outputs_for, verify_arguments
 from dspark.kernels.kda_commit import kda_fold_ref
-from dspark.kernels.kda_device import head_rate, held_records, log_decay, replayed
+from dspark.kernels.kda_device import first_of_row, head_rate, held_records, log_decay, replayed
 
 # Windows up to this take the serial kernel: the chunk's inverse and couplings cost the same for one token as for
 # sixteen.
@@ -23,7 +25,9 @@ SERIAL_TILE_V, SERIAL_WARPS = 32, 4
 
 
 def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
-    """The definition, in PyTorch. Same contract as `kda_verify`."""
+    """The definition, in PyTorch. Same contract as `kda_verify`; packed outputs are new."""
+    if rows.first_token is not None:
+        return _packed_verify_ref(tokens, layer, rows)
     num_tokens, records = tokens.key.shape[1], layer.records
     state = kda_fold_ref(layer, rows, rows.held)
     active = (rows.slots >= 0) & (rows.num_rows > 0)
@@ -38,15 +42,27 @@ def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
     return torch.where(inside[:, :, None, None], outputs, 0).to(tokens.value.dtype)
 
 
+def _packed_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
+    """The same rows, each cut from the line and put back."""
+    assert rows.first_token is not None
+    counts = torch.where(rows.slots >= 0, rows.num_rows, 0)
+    index, inside = runs(rows.first_token, counts, tokens.key.shape[1])
+    apart = Tokens(*(x[0, index] for x in vars(tokens).values()))
+    outputs = kda_verify_ref(apart, layer, dataclasses.replace(rows, num_rows=counts, first_token=None))
+    line = torch.zeros_like(tokens.value)
+    line[0, index[inside]] = outputs[inside]
+    return line
+
+
 @triton.jit
 def _kda_verify_kernel(
     query_ptr, key_ptr, value_ptr, gate_ptr, beta_ptr, out_ptr,
     state_ptr, u_ptr, key_record_ptr, gate_record_ptr, a_log_ptr, bias_ptr,
-    slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr,
+    slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr, first_token_ptr,
     lower_bound, num_tokens,
-    query_stride, key_stride, value_stride, gate_stride, beta_stride, state_stride, u_stride, record_stride,
+    query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
-    BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, DEFERRED: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, DEFERRED: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
@@ -55,10 +71,11 @@ def _kda_verify_kernel(
     columns = tl.arange(0, BLOCK_K)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     own, known = columns < KEY_DIM, values < VALUE_DIM
-    token = row.to(tl.int64) * num_tokens
-    out = out_ptr + (token * HEADS + head) * VALUE_DIM + values
-    for t in range(count, num_tokens):
-        tl.store(out + t * HEADS * VALUE_DIM, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=known)
+    token = first_of_row(first_token_ptr, row, num_tokens, PACKED)
+    out = out_ptr + token * out_stride + head * VALUE_DIM + values
+    if not PACKED:
+        for t in range(count, num_tokens):
+            tl.store(out + t * out_stride, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=known)
     if count == 0:
         return
     record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
@@ -96,7 +113,7 @@ def _kda_verify_kernel(
         correction = beta * (value.to(tl.float32) - tl.sum(state * key[None, :], axis=1))
         state += correction[:, None] * key[None, :]
         output = tl.sum(state * query[None, :], axis=1)
-        tl.store(out + t * HEADS * VALUE_DIM, output.to(out_ptr.dtype.element_ty), mask=known)
+        tl.store(out + t * out_stride, output.to(out_ptr.dtype.element_ty), mask=known)
         new_row = (start + held + t) % CAPACITY
         tl.store(u_base + new_row * VALUE_DIM + values, correction.to(u_ptr.dtype.element_ty), mask=known)
         if tl.program_id(0) == 0:
@@ -112,13 +129,15 @@ def _kda_verify_kernel(
             )
 
 
-def launch_kda_serial(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
+def launch_kda_serial(
+    tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The recurrence token by token in one launch, any T. Same contract as `kda_verify`."""
-    batch, _, heads, value_dim = tokens.value.shape
-    out = torch.empty_like(tokens.value, memory_format=torch.contiguous_format)
+    heads, value_dim = tokens.value.shape[2:]
+    out = outputs_for(tokens, rows) if out is None else out
     block_v = min(SERIAL_TILE_V, max(16, triton.next_power_of_2(value_dim)))
     arguments, sizes = verify_arguments(tokens, layer, rows, out, deferred)
-    _kda_verify_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
+    _kda_verify_kernel[(triton.cdiv(value_dim, block_v), heads, len(rows.slots))](
         *arguments,
         **sizes,
         BLOCK_V=block_v,
@@ -127,31 +146,64 @@ def launch_kda_serial(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: 
     return out
 
 
-def kda_verify(tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True) -> torch.Tensor:
+def kda_verify(
+    tokens: Tokens,
+    layer: KDALayer,
+    rows: Rows,
+    *,
+    deferred: bool = True,
+    max_tokens: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Outputs of T new tokens a row, with their inputs recorded.
 
     Args:
-        tokens: [B, T, ...] of the layer; tokens past a row's `num_rows` may hold anything, NaN too.
+        tokens: [B, T, ...] of the layer, or packed [1, N, ...] with `rows.first_token`. Tokens past a row's `num_rows`,
+            and packed ones of no row, may hold anything, NaN too.
         layer: checkpoint and records; only the records change, and the checkpoint of rows that fold.
         rows: where each row's state lies. held + T must not exceed the records' capacity.
         deferred: False promises that no row holds records, as after `Rows.current`; kernels then skip looking for them.
+        max_tokens: the most tokens that a row has, where tokens are packed; default the records' capacity. At most 16
+            lets the chunk kernel run. A longer row is an error that nothing here can see.
+        out: [B, T, H, V] or [1, N, H, V] to write into, its last two axes contiguous.
 
     Returns:
-        [B, T, H, V] in the dtype of `tokens.value`; zero past `num_rows` and for padding rows.
+        `out`, or new outputs in the dtype of `tokens.value`. Past `num_rows` and for padding rows [B, T, H, V] is zero.
+        Packed tokens of no row, and those of padding rows, are left as they are in a given `out` and zero in a new one.
 
     Raises:
-        ValueError: the window does not fit into the records.
+        ValueError: the window does not fit into the records, or `out` has another shape.
 
     Source: `kda_verify_ref`.
     """
-    num_tokens = tokens.key.shape[1]
-    if num_tokens > layer.records.capacity:
+    capacity = layer.records.capacity
+    if rows.first_token is None:
+        max_tokens = tokens.key.shape[1]
+    elif max_tokens is None:
+        max_tokens = capacity
+    if max_tokens > capacity:
         raise ValueError(
-            f"{num_tokens} tokens do not fit into records of {layer.records.capacity} rows: later tokens would "
+            f"{max_tokens} tokens do not fit into records of {capacity} rows: later tokens would "
             "overwrite earlier ones of the same step; allocate at least as many rows as a step has tokens, twice as "
             "many to defer folding"
         )
+    if out is not None and (out.shape != tokens.value.shape or out.stride()[2:] != (out.shape[3], 1)):
+        raise ValueError(
+            f"out must be {tuple(tokens.value.shape)} like the values, heads and channels contiguous, got "
+            f"{tuple(out.shape)} with strides {out.stride()}: outputs would be written elsewhere"
+        )
     if not runs_kernel(layer.checkpoint):
-        return kda_verify_ref(tokens, layer, rows)
-    launch = launch_kda_chunk if SERIAL_TOKENS < num_tokens <= MAX_TOKENS else launch_kda_serial
-    return launch(tokens, layer, rows, deferred=deferred)
+        return _into(out, kda_verify_ref(tokens, layer, rows), rows)
+    launch = launch_kda_chunk if SERIAL_TOKENS < max_tokens <= MAX_TOKENS else launch_kda_serial
+    return launch(tokens, layer, rows, deferred=deferred, out=out)
+
+
+def _into(out: torch.Tensor | None, outputs: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """`outputs` in the caller's tensor, if there is one."""
+    if out is None:
+        return outputs
+    if rows.first_token is None:
+        return out.copy_(outputs)
+    index, inside = runs(rows.first_token, torch.where(rows.slots >= 0, rows.num_rows, 0), outputs.shape[1])
+    out[0, index[inside]] = outputs[0, index[inside]].to(out.dtype)
+    return out

@@ -82,6 +82,18 @@ def plain(tokens: Tokens, gate, state, count):
     return outputs, state
 
 
+def line_up(tensor, num_rows, order, gap=2):
+    """Runs of a padded [B, T, ...] on a line [1, N, ...], in `order`, with NaN before and behind each run; where each
+    starts."""
+    pieces, starts, length = [], [0] * len(num_rows), 0
+    for row in order:
+        pieces += [tensor.new_full((gap, *tensor.shape[2:]), float("nan")), tensor[row, : num_rows[row]]]
+        starts[row] = length + gap
+        length += gap + num_rows[row]
+    pieces.append(tensor.new_full((gap, *tensor.shape[2:]), float("nan")))
+    return torch.cat(pieces)[None], torch.tensor(starts)
+
+
 def close(a, b, rtol):
     """Relative Frobenius error at most `rtol`; NaN fails."""
     error = (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kda_cases import close, draw
+from kda_cases import close, draw, line_up
 
 from dspark.kernels.conv_window import conv_window, conv_window_ref, launch_conv_window
 
@@ -63,6 +63,22 @@ def test_a_row_is_bitwise_independent_of_the_batch():
     whole = launch_conv_window(inputs, weight, ring.clone(), ints(3, 0, 2), ints(4, 1, 7), ints(5, 2, 5))
     alone = launch_conv_window(inputs[2:], weight, ring.clone(), ints(2), ints(7), ints(5))
     assert torch.equal(alone[0], whole[2])
+
+
+@IMPLEMENTATIONS
+def test_packed_inputs_are_the_same_rows(convolve):
+    """Runs in another order than rows, NaN between them; a padding row has no run."""
+    inputs, weight, ring, num_rows = draw(4, 5, 20), draw(20, 4, seed=1), draw(4, 8, 20, seed=2), [5, 2, 3, 0]
+    where = ints(3, 0, -1, 2), ints(4, 1, 0, 7), ints(*num_rows)
+    apart, packed = ring.clone(), ring.clone()
+    expected = convolve(inputs, weight, apart, *where)
+    line, starts = line_up(inputs, num_rows, [1, 0])
+    out = convolve(line, weight, packed, *where, starts)
+    for row in (0, 1):
+        assert torch.equal(out[0, starts[row] : starts[row] + num_rows[row]], expected[row, : num_rows[row]])
+        out[0, starts[row] : starts[row] + num_rows[row]] = 0
+    assert not out.any()
+    assert torch.equal(packed, apart)
 
 
 @IMPLEMENTATIONS

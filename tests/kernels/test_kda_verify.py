@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from kda_cases import BOUNDED, DEVICE, KERNEL_ERROR, SOFTPLUS, close, draw, random_layer, random_tokens
+from kda_cases import BOUNDED, DEVICE, KERNEL_ERROR, SOFTPLUS, close, draw, line_up, random_layer, random_tokens
 from triton.runtime import interpreter
 
 import dspark.kernels.kda_verify as kda_verify_module
@@ -211,6 +211,60 @@ def test_bfloat16_activations(verify, dtype, state_dtype, bound):
     got, _ = compare(verify, tokens, layer, rows, bound=bound)
     for name in ("key", "gate"):  # recorded raw, hence exactly
         assert torch.equal(getattr(got.records, name)[1, :, 5:14], getattr(tokens, name)[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    "verify", [kda_verify_ref, launch_kda_chunk, launch_kda_serial], ids=["reference", "chunk", "serial"]
+)
+@pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
+def test_packed_tokens_are_the_same_rows(verify, given):
+    """Runs in another order than rows, NaN between them, and padding rows whose run would lie on another row's."""
+    num_rows = [5, 9, 3, 1, 4, 0]
+    rows = ring(
+        [3, 0, -1, 1, -1, 2], num_rows, held=[4, 0, 2, 9, 0, 1], start=13, fold=[True, False, True, True, False, True]
+    )
+    layer = filled(random_layer(4, HEADS, 16, 20, capacity=18, dtype=torch.float32), rows)
+    tokens = random_tokens(6, 9, HEADS, 16, 20, dtype=torch.float32)
+    apart, packed = copied(layer), copied(layer)
+    expected = verify(poisoned(tokens, num_rows), apart, rows)
+    lines = {name: line_up(x, num_rows, [3, 0, 5, 1]) for name, x in vars(tokens).items()}
+    starts = lines["key"][1]
+    line = Tokens(**{name: x for name, (x, _) in lines.items()})
+    rows = dataclasses.replace(rows, first_token=starts)
+    given = given and verify is not kda_verify_ref
+    out = verify(line, packed, rows, **({"out": torch.full_like(line.value, 7.0)} if given else {}))
+    taken = torch.zeros(line.value.shape[1], dtype=torch.bool)
+    for row in (0, 1, 3):
+        run = slice(int(starts[row]), int(starts[row]) + num_rows[row])
+        assert torch.equal(out[0, run], expected[row, : num_rows[row]])
+        taken[run] = True
+    assert (out[0, ~taken] == (7.0 if given else 0.0)).all()
+    for a, b in zip(
+        [packed.checkpoint, *vars(packed.records).values()],
+        [apart.checkpoint, *vars(apart.records).values()],
+        strict=True,
+    ):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def test_packed_outputs_go_where_they_are_wanted():
+    """A part of a wider tensor, written in place."""
+    layer, rows = (
+        random_layer(2, HEADS, 16, 16, 9),
+        Rows.current(torch.tensor([1, 0]), torch.tensor([3, 2]), first_token=torch.tensor([1, 5])),
+    )
+    tokens = random_tokens(1, 8, HEADS, 16, 16)
+    wide = torch.full((1, 8, 2 * HEADS, 16), 7.0, dtype=torch.float64)
+    part = wide[:, :, HEADS:]
+    got = kda_verify(tokens, copied(layer), rows, out=part)
+    assert got is part
+    new = kda_verify(tokens, copied(layer), rows)
+    assert torch.equal(part[0, [1, 2, 3, 5, 6]], new[0, [1, 2, 3, 5, 6]])
+    assert (part[0, [0, 4, 7]] == 7).all()
+    assert not new[0, [0, 4, 7]].any()
+    assert (wide[:, :, :HEADS] == 7).all()
+    with pytest.raises(ValueError, match="heads and channels contiguous"):
+        kda_verify(tokens, layer, rows, out=wide[..., :HEADS, :].transpose(2, 3))
 
 
 def test_a_window_that_does_not_fit_is_refused():
