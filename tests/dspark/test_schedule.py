@@ -1,0 +1,399 @@
+"""Schedules: hand-computed choices, and losslessness. Laws are enumerated, so they have no false alarms; the sampled
+test states its rate.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from pairs import drafter_config, tiny_drafter, tiny_target
+from schedule_law import conditional, confidence_table, emitted_law, target_law
+from scipy import stats
+
+import dspark.loop
+from dspark import SamplingParams, generate
+from dspark.cost import CostPoint, CostTable, along, never_falling
+from dspark.sampling import Purpose, Streams
+from dspark.schedule import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    Schedule,
+    StaticThreshold,
+    ThroughputSchedule,
+    admit_by_survival,
+    admit_columns,
+    parse_schedule,
+    step_streams,
+    survivals,
+)
+
+
+def cost_table(seconds, plain=None, sizes=(1, 2, 4)) -> CostTable:
+    """Times by drafts verified (the same for every batch, so rows of other requests are free)."""
+    points = [CostPoint(size, 1 + k, True, value, value, value, 3) for size in sizes for k, value in enumerate(seconds)]
+    plain = seconds[0] if plain is None else plain
+    return CostTable((*points, *(CostPoint(size, 1, False, plain, plain, plain, 3) for size in sizes)), {})
+
+
+# A cliff: one verified draft doubles the time, a second is free. Only a rule that looks ahead goes over it.
+CLIFF = cost_table([1.0, 2.0, 2.0])
+LOW_CLIFF = cost_table([1.0, 1.5, 1.5])
+SMOOTH = cost_table([1.0, 1.2, 1.5])
+
+
+def best_of_all_lengths(cost):
+    """The biased rule: expected throughput of every width is compared, with confidences of all drafts in hand."""
+
+    def rule(confidence, limits):
+        columns = survivals(confidence).sum(0)
+        tokens = len(limits) + np.concatenate([[0.0], np.cumsum(columns)])
+        rates = [t / cost.step_seconds(len(limits), len(limits) * (1 + k)) for k, t in enumerate(tokens)]
+        return [int(np.argmax(rates))] * len(limits)
+
+    return rule
+
+
+# ---- what is chosen
+
+
+@pytest.mark.parametrize(
+    ("min_survival", "lengths"),
+    [
+        pytest.param(0.0, [3, 2], id="0-verifies-all-that-is-allowed"),
+        pytest.param(0.5, [2, 0], id="survival-not-confidence"),
+        pytest.param(0.45, [2, 1], id="equal-is-kept"),
+        pytest.param(1.0, [0, 0], id="1-wants-certainty"),
+    ],
+)
+def test_a_threshold_cuts_at_survival(min_survival, lengths):
+    confidence = np.array([[0.9, 0.8, 0.6], [0.45, 0.99, 0.99]])
+    assert StaticThreshold(min_survival)(confidence, [3, 2]) == lengths
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_a_threshold_is_a_probability(value):
+    with pytest.raises(ValueError, match="is no probability"):
+        StaticThreshold(value)
+
+
+def test_algorithm_1_by_hand():
+    survival = np.array([[0.9, 0.3], [0.5, 0.4]])
+    # rows 2, 3, 4, 5, 6 take 1.0, 1.2, 1.4, 1.6, 1.8 s; order .9 .5 .4 .3
+    # 2/1 = 2.00, 2.9/1.2 = 2.42, 3.4/1.4 = 2.43, 3.8/1.6 = 2.375 < 2.43: stop
+    assert admit_by_survival(survival, [2, 2], lambda rows: 0.6 + 0.2 * rows) == [1, 1]
+    assert admit_by_survival(survival, [0, 2], lambda rows: 0.6 + 0.2 * rows) == [
+        0,
+        1,
+    ]  # 2.5/1.2 = 2.08, 2.9/1.4 = 2.07
+    assert admit_by_survival(survival, [2, 2], lambda rows: 1.0) == [2, 2]  # rows are free
+    assert admit_by_survival(survival, [2, 2], lambda rows: float(rows)) == [0, 0]  # a row costs as much as a token
+
+
+def test_columns_by_hand():
+    columns = np.array([1.4, 0.7])  # the survivals above
+    assert admit_columns(columns, np.array([1.0, 1.4, 1.8]), 2) == 1  # 2.00, 2.43, 2.28
+    assert admit_columns(columns, np.array([1.0, 1.0, 1.0]), 2) == 2
+    assert admit_columns(columns, np.array([1.0, 2.0, 2.0]), 2) == 0  # 2.00, 1.70, (2.05 is never looked at)
+
+
+def test_expected_confidences_let_a_column_pay_with_those_behind_it():
+    columns, seconds = np.array([1.8, 1.6]), np.array([1.0, 2.0, 2.0])
+    assert admit_columns(columns, seconds, 2) == 0  # 2.00, 1.90, 2.70
+    assert admit_columns(columns, seconds, 2, expected=np.array([0.9, 0.9])) == 2
+    # the expectation was wrong: draft 1 is verified already, draft 2 costs nothing more
+    assert admit_columns(np.array([1.8, 0.1]), seconds, 2, expected=np.array([0.9, 0.9])) == 2
+    assert admit_columns(np.array([1.8, 0.1]), np.array([1.0, 2.0, 2.3]), 2, expected=np.array([0.9, 0.9])) == 1
+
+
+def test_equal_survivals_never_put_a_later_draft_first():
+    survival = np.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.1]])
+    for rows in range(2, 9):
+        lengths = admit_by_survival(survival, [3, 3], lambda n, rows=rows: 1.0 if n <= rows else 1e9)
+        assert sum(lengths) == min(rows - 2, 6)
+        assert abs(lengths[0] - lengths[1]) <= 1  # ties alternate by position
+
+
+def test_a_hopeless_drafter_is_paused_and_tried_again():
+    schedule = ThroughputSchedule(cost_table([2.0, 2.2, 2.4], plain=1.0))
+    drafted = []
+    for _ in range(200):
+        planned = schedule.plan([2])
+        drafted.append(planned)
+        if planned:
+            schedule(np.array([[0.1, 0.1]]), [2])
+    assert drafted[: 2 + FIRST_PAUSE] == [2] + [0] * FIRST_PAUSE + [2]
+    pauses = [len(list(group)) for planned, group in itertools.groupby(drafted) if not planned]
+    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert max(pauses) == LONGEST_PAUSE
+    for _ in range(200):  # the text turns easy
+        if schedule.plan([2]):
+            schedule(np.array([[0.99, 0.99]]), [2])
+    assert all(schedule.plan([2]) == 2 for _ in range(50))
+
+
+def test_without_history_it_is_algorithm_1_on_columns():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        confidence = generator.random((4, 5))
+        cost = cost_table(np.cumsum([1.0, *generator.random(5) * 0.3]).tolist())
+        limits = [5, 5, 3, 0]
+        offered = np.arange(5) < np.array(limits)[:, None]
+        columns = (survivals(confidence) * offered).sum(0)
+        seconds = np.array([cost.step_seconds(4, 4 * (1 + k)) for k in range(6)])
+        width = admit_columns(columns, seconds, 4)
+        assert ThroughputSchedule(cost, adaptive=False)(confidence, limits) == [min(width, limit) for limit in limits]
+        assert ThroughputSchedule(cost)(confidence, limits) == [min(width, limit) for limit in limits]
+
+
+# ---- losslessness
+
+
+def test_the_counter_example_of_the_papers_appendix():
+    """p = (.7, .3), q = (.5, .5); after token 0 the next draft is sure, after token 1 hopeless. The best of all lengths
+    is 2 after token 0 and 0 after token 1, which emits token 0 with .5 + .5 * .7 = .85.
+    """
+    target = conditional_constant(0.7, 0.3)
+    draft = conditional_constant(0.5, 0.5)
+
+    def confidence(request, prefix):
+        return 0.8 if not prefix else (1.0 if prefix[0] == 0 else 0.0)
+
+    def first_token(rule):
+        return emitted_law(rule, [target], [draft], confidence, 2).sum((1, 2))[0].item()
+
+    assert first_token(best_of_all_lengths(CLIFF)) == pytest.approx(0.85, abs=1e-12)
+    for rule in (ThroughputSchedule(CLIFF, adaptive=False), ThroughputSchedule(CLIFF, ragged=True, adaptive=False)):
+        assert first_token(rule) == pytest.approx(0.7, abs=1e-12)
+
+
+def conditional_constant(*probs):
+    return lambda prefix: torch.tensor(probs, dtype=torch.float64)
+
+
+RULES = [
+    pytest.param(lambda: StaticThreshold(0.0), id="everything"),
+    pytest.param(lambda: StaticThreshold(0.3), id="threshold"),
+    pytest.param(lambda: ThroughputSchedule(SMOOTH, adaptive=False), id="columns-smooth"),
+    pytest.param(lambda: ThroughputSchedule(LOW_CLIFF, adaptive=False), id="columns-cliff"),
+    pytest.param(lambda: with_history(LOW_CLIFF, 0.9), id="columns-cliff-history"),
+    pytest.param(lambda: ThroughputSchedule(SMOOTH, ragged=True, adaptive=False), id="rows-smooth"),
+    pytest.param(lambda: ThroughputSchedule(LOW_CLIFF, ragged=True, adaptive=False), id="rows-cliff"),
+]
+
+
+def with_history(cost, confidence):
+    """A rule that starts every call from the same earlier steps."""
+
+    def rule(values, limits):
+        schedule = ThroughputSchedule(cost)
+        schedule(np.full_like(values, confidence), limits)
+        return schedule(values, limits)
+
+    return rule
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("make", RULES)
+def test_one_request_emits_the_targets_law(make, seed):
+    target, draft = conditional(seed, 3), conditional(100 + seed, 3)
+    law = emitted_law(make(), [target], [draft], confidence_table(seed), 2)
+    torch.testing.assert_close(law, target_law(target, 3), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", RULES)
+def test_requests_that_share_a_budget_are_independent_and_follow_their_targets(make, seed):
+    targets = [conditional(seed + 10 * r, 2) for r in range(2)]
+    drafts = [conditional(100 + seed + 10 * r, 2) for r in range(2)]
+    law = emitted_law(make(), targets, drafts, confidence_table(seed), 2)
+    product = torch.tensordot(target_law(targets[0], 3), target_law(targets[1], 3), dims=0)
+    torch.testing.assert_close(law, product, rtol=0, atol=1e-12)
+
+
+def test_the_rules_differ_on_these_tables():
+    """The laws above are worth something only if lengths vary with the drafts."""
+    paths = list(itertools.product(range(2), repeat=2))
+    for make in [parameter.values[0] for parameter in RULES[1:]]:
+        seen = set()
+        for seed in range(3):
+            confidence = confidence_table(seed)
+            for drafted in itertools.product(paths, repeat=2):
+                values = np.array([[confidence(r, path[:k]) for k in range(2)] for r, path in enumerate(drafted)])
+                seen.add(tuple(make()(values, [2, 2])))
+        assert len(seen) > 1, make
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_the_enumeration_sees_a_rule_that_looks_ahead(num_requests):
+    targets = [conditional(10 * r, 2) for r in range(num_requests)]
+    drafts = [conditional(100 + 10 * r, 2) for r in range(num_requests)]
+    worst = 0.0
+    for seed in range(6):
+        law = emitted_law(best_of_all_lengths(CLIFF), targets, drafts, confidence_table(seed), 2)
+        first = law.flatten(1).sum(1) if num_requests == 1 else law.sum(tuple(range(1, law.ndim)))
+        worst = max(worst, (first - target_law(targets[0], 1)).abs().sum().item() / 2)
+    assert worst > 0.01
+
+
+def test_step_noise_is_a_requests_own_and_new_in_every_step():
+    streams = Streams(torch.tensor([5, 5, 9]))
+    first, again = step_streams(streams, torch.tensor([3, 4, 3])), step_streams(streams, torch.tensor([3, 4, 3]))
+    assert torch.equal(first.seeds, again.seeds)
+    assert len(set(first.seeds.tolist())) == 3
+    assert torch.equal(step_streams(streams.rows(torch.tensor([2])), torch.tensor([3])).seeds, first.seeds[2:])
+    position = torch.tensor([[7], [7], [7]])
+    assert not torch.equal(
+        first.exponential(position, Purpose.DRAFT, 8), streams.exponential(position, Purpose.DRAFT, 8)
+    )
+
+
+class Remembers(Schedule):
+    """Two drafts in the first step, whatever they are; in the second one where the third confidence of the first step
+    was high, which was computed from draft 2. Allowed, as long as that draft's noise is not met again: where draft 1
+    was rejected, the second step drafts the position of draft 2 once more.
+    """
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, confidence, limits):
+        self.seen.append(confidence)
+        if len(self.seen) == 1:
+            return [2] * len(limits)
+        if len(self.seen) > 2:
+            return [0] * len(limits)
+        return [min(int(value > 0.5), limit) for value, limit in zip(self.seen[0][:, 2], limits, strict=True)]
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh-noise", "noise-of-the-position"])
+def test_noise_of_drafts_behind_a_rejection_is_not_met_again(fresh, monkeypatch):
+    """The second and third token of 4000 requests against the target's law, false alarm 1e-4; with noise that is tied
+    to the position alone the bias must be found.
+    """
+    if not fresh:
+        monkeypatch.setattr(dspark.loop, "step_streams", lambda streams, positions: streams)
+    vocab_size, num_requests, batch_size = 4, 4000, 2000
+    target = tiny_target(vocab_size, spread=0.6)
+    drafter = tiny_drafter(drafter_config(vocab_size), target)
+    drafter.lm_head.weight.zero_()  # drafts are uniform, so that equal noise gives equal drafts
+    drafter.markov_head.markov_w2.weight.zero_()
+    drafter.confidence_head.proj.weight.zero_()  # and only token 0 is followed by confidence
+    drafter.confidence_head.proj.weight[0, -8:] = 50 * drafter.markov_head.markov_w1.weight[0]
+    prompt = [1, 3, 0, 2, 2]
+    counts = torch.zeros(vocab_size, vocab_size)
+    for start in range(0, num_requests, batch_size):
+        params = [SamplingParams(temperature=1.0, seed=start + i, max_new_tokens=5) for i in range(batch_size)]
+        options = {"schedule": Remembers(), "max_batch_size": batch_size}
+        for result in generate(target, drafter, [prompt] * batch_size, params, **options):
+            counts[tuple(result.token_ids[1:3])] += 1
+    expected = exact_law(target, prompt, vocab_size).view(vocab_size, -1).sum(0) * num_requests
+    assert expected.min() > 10
+    p_value = stats.chisquare(counts.flatten().numpy(), expected.numpy()).pvalue
+    assert (p_value > 1e-4) if fresh else (p_value < 1e-4)
+
+
+def exact_law(target, prompt, vocab_size):
+    """[V ** 3]: the target's law of the three tokens after a prompt."""
+    paths = torch.tensor(list(itertools.product(range(vocab_size), repeat=2)))
+    cache = target.new_cache(len(paths))
+    first = target.prefill(cache, [prompt] * len(paths)).logits.softmax(-1)
+    after = target.verify(cache, paths).logits.softmax(-1)
+    chance = first[0][paths[:, 0]] * after[torch.arange(len(paths)), 0, paths[:, 1]]
+    return (chance[:, None] * after[:, 1]).flatten()
+
+
+# ---- in the loop
+
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: StaticThreshold(0.4), id="threshold"),
+        pytest.param(lambda: ThroughputSchedule(cost_table([1.0, 1.1, 1.3, 1.6, 2.0], plain=0.4)), id="adaptive"),
+        pytest.param(lambda: ThroughputSchedule(cost_table([1.0, 1.1, 1.3, 1.6, 2.0]), ragged=True), id="ragged"),
+    ],
+)
+def test_greedy_output_is_the_targets_and_trimmed_drafts_are_not_offered(make):
+    target = tiny_target()
+    drafter = tiny_drafter(drafter_config(), target)
+    plain = [g.token_ids for g in generate(target, None, PROMPTS, GREEDY)]
+    full = generate(target, drafter, PROMPTS, GREEDY)
+    scheduled = generate(target, drafter, PROMPTS, GREEDY, schedule=make())
+    assert [g.token_ids for g in scheduled] == plain
+    steps = [step for g in scheduled for step in g.steps]
+    assert len({step.num_offered for step in steps}) > 1
+    assert sum(s.num_offered for s in steps) < sum(s.num_offered for g in full for s in g.steps)
+    for step in steps:
+        assert len(step.accept_probs) == len(step.confidence) == step.num_offered
+        assert step.num_accepted <= step.num_offered
+        assert not np.isnan(step.accept_probs).any()
+
+
+def test_threshold_0_changes_nothing():
+    target = tiny_target()
+    drafter = tiny_drafter(drafter_config(), target)
+    assert generate(target, drafter, PROMPTS, GREEDY, schedule=StaticThreshold(0)) == generate(
+        target, drafter, PROMPTS, GREEDY
+    )
+
+
+def test_a_schedule_needs_confidences():
+    target = tiny_target()
+    drafter = tiny_drafter(drafter_config(confidence="none"), target)
+    with pytest.raises(ValueError, match="drafter without confidence head: lengths are chosen by"):
+        generate(target, drafter, PROMPTS, GREEDY, schedule=StaticThreshold(0.5))
+    with pytest.raises(ValueError, match="without a drafter"):
+        generate(target, None, PROMPTS, GREEDY, schedule=StaticThreshold(0.5))
+
+
+# ---- cost tables
+
+
+def test_a_measured_dip_is_levelled():
+    assert never_falling([1.0, 3.0, 2.0, 4.0]).tolist() == [1.0, 2.5, 2.5, 4.0]
+    assert never_falling([3.0, 2.0, 1.0]).tolist() == [2.0, 2.0, 2.0]
+    assert never_falling([1.0, 2.0]).tolist() == [1.0, 2.0]
+
+
+def test_times_between_and_beyond_the_points():
+    rows, seconds = np.array([1.0, 3.0, 5.0]), np.array([1.0, 2.0, 4.0])
+    assert [along(x, rows, seconds) for x in (0.5, 1, 2, 4, 5, 6)] == [1.0, 1.0, 1.5, 3.0, 4.0, 5.0]
+    points = [CostPoint(size, rows, True, size + rows, 0, 0, 1) for size in (1, 4) for rows in (1, 3)]
+    table = CostTable((*points, CostPoint(1, 1, False, 1.0, 0, 0, 1), CostPoint(4, 1, False, 4.0, 0, 0, 1)), {})
+    assert table.step_seconds(1, 2) == 3.0
+    assert table.step_seconds(2, 4) == 4.0  # a third of the way from 3 to 6
+    assert table.step_seconds(8, 8) == 10.0  # above the largest batch in proportion
+    assert table.plain_seconds(2) == 2.0
+
+
+def test_a_table_survives_the_disk_and_other_files_are_refused(tmp_path):
+    path = tmp_path / "cost.json"
+    CLIFF.save(path)
+    assert CostTable.load(path) == CLIFF
+    assert isinstance(parse_schedule(str(path)), ThroughputSchedule)
+    (tmp_path / "other.json").write_text('{"points": []}')
+    with pytest.raises(ValueError, match="is not a cost table: format=None"):
+        CostTable.load(tmp_path / "other.json")
+    (tmp_path / "text").write_text("nothing")
+    with pytest.raises(ValueError, match="no JSON"):
+        CostTable.load(tmp_path / "text")
+    with pytest.raises(ValueError, match="0 plain points for 1 requests"):
+        CostTable((CostPoint(1, 1, True, 1.0, 1.0, 1.0, 1),), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("threshold:x", "expected threshold:P"),
+        ("threshold:2", "no probability"),
+        ("nowhere.json", "neither threshold:P"),
+    ],
+)
+def test_a_schedule_on_the_command_line_is_checked(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_schedule(text)
