@@ -2,7 +2,8 @@
 
 from dspark.evals.acceptance import Acceptance, measure_acceptance
 from dspark.evals.datasets import format_prompt, load_dataset, packaged_datasets
-from dspark.evals.report import ResultRow, format_table
+from dspark.evals.report import format_table
+from dspark.evals.rows import ResultRow
 from dspark.evals.run import evaluate, evaluate_backend
 from dspark.evals.settings import EvalSettings
 

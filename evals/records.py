@@ -91,33 +91,47 @@ class RecordStore:
             write_json(path, description)
             return
         stored = json.loads(path.read_text(encoding="utf-8"))
-        differences = list(_differences(stored, json.loads(json.dumps(description))))
+        differences = differing_fields(stored, json.loads(json.dumps(description)))
         if differences:
+            listed = "; ".join(
+                f"{name}: stored {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in differences.items()
+            )
             raise ValueError(
                 f"{path.parent} holds a run with other settings, and mixing the two would give figures of neither: "
-                f"{'; '.join(differences)}. Continue with the stored values, or choose another folder"
+                f"{listed}. Continue with the stored values, or choose another folder"
             )
 
     def _load(self, path: Path) -> None:
         if not path.exists():
             return
-        data = path.read_bytes()
-        complete = data[: data.rfind(b"\n") + 1]
-        if len(complete) < len(data):
+        self.records, num_bytes = read_records(path)
+        if num_bytes < path.stat().st_size:
             with path.open("r+b") as file:
-                file.truncate(len(complete))
-        for number, line in enumerate(complete.splitlines(), start=1):
-            try:
-                record = RequestRecord.from_dict(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f"{path}:{number}: not a record of this version ({error}). Delete the line to run its request again"
-                ) from None
-            if record.key in self.records:
-                raise ValueError(
-                    f"{path}:{number}: a second record of request {record.key}; did two runs share the folder?"
-                )
-            self.records[record.key] = record
+                file.truncate(num_bytes)
+
+
+def read_records(path: Path) -> tuple[dict[tuple[str, float, int], RequestRecord], int]:
+    """The records of a file by their keys, and how many bytes of it they are; a torn last line is no record.
+
+    Raises:
+        ValueError: a line is damaged, or a request is there twice; named as file:line.
+    """
+    data = path.read_bytes()
+    complete = data[: data.rfind(b"\n") + 1]
+    records: dict[tuple[str, float, int], RequestRecord] = {}
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            record = RequestRecord.from_dict(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}:{number}: not a record of this version ({error}). Delete the line to run its request again"
+            ) from None
+        if record.key in records:
+            raise ValueError(
+                f"{path}:{number}: a second record of request {record.key}; did two runs share the folder?"
+            )
+        records[record.key] = record
+    return records, len(complete)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -127,13 +141,10 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(scratch, path)
 
 
-def _differences(stored: Any, current: Any, path: str = "") -> list[str]:
-    """One line for each value that differs, named by its path."""
-    if isinstance(stored, dict) and isinstance(current, dict):
-        keys = sorted(stored.keys() | current.keys())
-        return [
-            line
-            for key in keys
-            for line in _differences(stored.get(key), current.get(key), f"{path}.{key}" if path else key)
-        ]
-    return [] if stored == current else [f"{path}: stored {json.dumps(stored)}, now {json.dumps(current)}"]
+def differing_fields(first: Any, second: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Both values of every field that differs, by its dotted path; None where one side lacks it."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        keys = sorted(first.keys() | second.keys())
+        parts = (differing_fields(first.get(k), second.get(k), f"{path}.{k}" if path else k) for k in keys)
+        return {name: values for part in parts for name, values in part.items()}
+    return {} if first == second else {path: (first, second)}

@@ -1,62 +1,13 @@
-"""Result rows and the tables made of them."""
+"""The table of result rows that commands print, and the settings behind a row in words."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dspark.evals.acceptance import INCONCLUSIVE, Acceptance
+from dspark.evals.acceptance import INCONCLUSIVE
+from dspark.evals.rows import PLAIN, ResultRow
 from dspark.evals.stats import Estimate
 
-PLAIN = "plain decoding"
 MISSING = "-"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Speed of the requests that this process ran; requests taken over from an interrupted run are not in it."""
-
-    num_requests: int
-    num_tokens: int
-    wall_s: float
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Generated tokens, those of prefill included, per second of wall time, prefill included."""
-        return self.num_tokens / self.wall_s if self.num_tokens else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields and `tokens_per_s`."""
-        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
-
-
-@dataclass(frozen=True)
-class ResultRow:
-    """Figures of one data set at one temperature, with the settings that they hold for.
-
-    `repetition` is the share of requests whose output ends in a loop. `num_tokens` counts all generated tokens, those
-    of prefill included. `timing` is not part of `to_dict`: the same run gives the same row, but not the same time.
-    """
-
-    dataset: str
-    temperature: float
-    settings: dict[str, Any]
-    acceptance: Acceptance
-    num_tokens: int
-    finish_reasons: dict[str, int]
-    repetition: Estimate
-    timing: Timing = field(compare=False)
-
-    @property
-    def label(self) -> str:
-        """`measured`, INCONCLUSIVE where a drafter was given and nothing was drafted, or plain decoding."""
-        return PLAIN if self.settings["drafter"] is None else self.acceptance.label
-
-    def to_dict(self) -> dict[str, Any]:
-        """All but the timing, ready for JSON."""
-        row = asdict(self)
-        del row["timing"]
-        return {"label": self.label, **row}
-
 
 HEADER = (
     "data set",

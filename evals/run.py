@@ -1,6 +1,6 @@
 """Run a drafter over prompt sets and measure it: `evaluate`.
 
-    prompts -> a backend -> a record per request (records.jsonl) -> a row per data set and temperature (results.json)
+    prompts -> a backend -> a record per request (records.jsonl) -> a `Run`, with a row per data set and temperature
 
 Rows are computed from the records alone, so a run that was interrupted and continued gives the rows of one that was
 not. Every request has its own seed, from the run's seed, the data set's name and the prompt's index. In float64 its
@@ -10,18 +10,14 @@ interruption changed the batches.
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from dspark.drafter import Drafter
-from dspark.evals.acceptance import measure_acceptance, tail_repeats
 from dspark.evals.backends import Backend, LoopBackend
+from dspark.evals.compare import Run, compare_runs
 from dspark.evals.datasets import (
     Dataset,
     Prompt,
@@ -31,14 +27,12 @@ from dspark.evals.datasets import (
     prompt_sha256,
     resolve_prompt_format,
 )
-from dspark.evals.records import RecordStore, RequestRecord, write_json
-from dspark.evals.report import ResultRow, Timing
-from dspark.evals.settings import EvalSettings, describe_run, request_seed, row_settings
-from dspark.evals.stats import Bootstrap
+from dspark.evals.folder import write_results
+from dspark.evals.records import RecordStore, RequestRecord
+from dspark.evals.rows import NOT_TIMED, ResultRow, Timing
+from dspark.evals.settings import EvalSettings, describe_run, request_seed
 from dspark.records import Generation
 from dspark.target import HFTarget
-
-RESULTS_FILE = "results.json"
 
 
 def evaluate(
@@ -78,6 +72,17 @@ def evaluate_backend(
     Raises:
         ValueError: settings, data sets or models do not fit together, or `out_dir` holds a run with other settings.
     """
+    return run_backend(backend, settings, out_dir, progress).rows
+
+
+def run_backend(
+    backend: Backend,
+    settings: EvalSettings,
+    out_dir: str | Path | None = None,
+    progress: bool = True,
+    run_name: str = "run",
+) -> Run:
+    """`evaluate_backend`, with the records that the rows were computed from; `run_name` is what reports call it."""
     datasets = [load_dataset(name, settings.limit) for name in settings.datasets]
     names = [dataset.name for dataset in datasets]
     if len(set(names)) < len(names):
@@ -85,39 +90,18 @@ def evaluate_backend(
     prompt_format = resolve_prompt_format(backend, settings.prompt_mode, settings.thinking)
     description = describe_run(backend.describe(), settings, datasets, prompt_format)
     store = RecordStore(None if out_dir is None else Path(out_dir), description)
-    rows = []
+    cells, timings = {}, {}
     for dataset in datasets:
         requests = _requests(backend, dataset, prompt_format, settings.seed)
         for temperature in settings.temperatures:
             missing = [r for r in requests if not _is_stored(r, temperature, store)]
-            timing = _generate(backend, settings, temperature, missing, store, progress)
-            records = [store.records[r.key(temperature)] for r in requests]
-            rows.append(make_row(records, row_settings(description, dataset.name, temperature), timing))
+            cell = (dataset.name, temperature)
+            timings[cell] = _generate(backend, settings, temperature, missing, store, progress)
+            cells[cell] = [store.records[r.key(temperature)] for r in requests]
+    run = Run(run_name, description, cells, timings)
     if out_dir is not None:
-        _write_results(Path(out_dir), description, rows)
-    return rows
-
-
-def make_row(records: Sequence[RequestRecord], settings: dict[str, Any], timing: Timing) -> ResultRow:
-    """Compute the figures of one data set at one temperature.
-
-    Args:
-        records: its requests, at least one, in prompt order.
-        settings: what `row_settings` gives for them.
-        timing: speed of the requests that were run.
-    """
-    bootstrap = Bootstrap(len(records))
-    loops = np.array([tail_repeats(record.token_ids) for record in records], dtype=np.float64)
-    return ResultRow(
-        dataset=records[0].dataset,
-        temperature=records[0].temperature,
-        settings=settings,
-        acceptance=measure_acceptance([record.steps for record in records], bootstrap),
-        num_tokens=sum(record.num_tokens for record in records),
-        finish_reasons=dict(Counter(record.finish_reason for record in records)),
-        repetition=bootstrap.mean(loops),
-        timing=timing,
-    )
+        write_results(Path(out_dir), compare_runs([run]))
+    return run
 
 
 @dataclass(frozen=True)
@@ -187,7 +171,7 @@ def _generate(
 ) -> Timing:
     """Run requests at one temperature; each goes to the store as soon as it ends."""
     if not requests:
-        return Timing(0, 0, 0.0)
+        return NOT_TIMED
     name = f"{requests[0].dataset} T={temperature:g}"
     started = time.perf_counter()
     with tqdm(total=len(requests), desc=name, unit="request", file=sys.stderr, disable=not progress) as bar:
@@ -203,9 +187,3 @@ def _generate(
         )
     num_tokens = sum(len(generation.token_ids) for generation in generations)
     return Timing(len(requests), num_tokens, time.perf_counter() - started)
-
-
-def _write_results(folder: Path, description: dict[str, Any], rows: Sequence[ResultRow]) -> None:
-    timing = [{"dataset": row.dataset, "temperature": row.temperature, **row.timing.to_dict()} for row in rows]
-    results = {"description": description, "rows": [row.to_dict() for row in rows], "timing": timing}
-    write_json(folder / RESULTS_FILE, results)

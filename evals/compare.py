@@ -1,0 +1,288 @@
+"""Finished runs side by side: read them, merge what belongs together, and say what differs between the others.
+
+Figures of two runs compare only if everything but the compared thing is the same, so every difference of settings has
+to be named by whoever compares. Where two runs have the same requests, differences are taken request by request: the
+same resamples of requests weigh both runs.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dspark.evals.acceptance import acceptance_statistics
+from dspark.evals.records import RECORDS_FILE, SETTINGS_FILE, RequestRecord, differing_fields, read_records
+from dspark.evals.rows import NOT_TIMED, MacroRow, ResultRow, Timing, make_domain_rows, make_macro_row, make_row
+from dspark.evals.settings import row_settings
+from dspark.evals.stats import Bootstrap, Estimate, divide
+
+RESULTS_FILE = "results.json"
+Cell = tuple[str, float]  # data set and temperature
+
+
+@dataclass(frozen=True)
+class Run:
+    """The requests of one run: `cells` holds those of each data set and temperature in prompt order, data sets
+    outermost."""
+
+    name: str
+    description: dict[str, Any]
+    cells: dict[Cell, list[RequestRecord]]
+    timings: dict[Cell, Timing] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> list[ResultRow]:
+        """Figures of each cell."""
+        return [
+            make_row(records, self._settings(cell), self.timings.get(cell, NOT_TIMED))
+            for cell, records in self.cells.items()
+        ]
+
+    @cached_property
+    def domain_rows(self) -> list[ResultRow]:
+        """Figures of each domain in the cells that have several."""
+        return [row for cell, records in self.cells.items() for row in make_domain_rows(records, self._settings(cell))]
+
+    @cached_property
+    def macro_rows(self) -> list[MacroRow]:
+        """Means over data sets at each temperature that has several."""
+        temperatures = dict.fromkeys(temperature for _, temperature in self.cells)
+        sets = [[records for (_, t), records in self.cells.items() if t == value] for value in temperatures]
+        return [make_macro_row(parts) for parts in sets if len(parts) > 1]
+
+    def _settings(self, cell: Cell) -> dict[str, Any]:
+        return row_settings(self.description, *cell)
+
+
+def load_run(folder: Path, name: str) -> Run:
+    """Read a finished run from its folder.
+
+    Raises:
+        ValueError: there is no run, it is not finished, or its files are damaged.
+    """
+    for file in (SETTINGS_FILE, RECORDS_FILE):
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder} holds no run: it has no {file}; name a folder that dspark eval --out wrote")
+    description = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    records, _ = read_records(folder / RECORDS_FILE)
+    cells: dict[Cell, list[RequestRecord]] = {}
+    for dataset in description["datasets"]:
+        for temperature in description["settings"]["temperatures"]:
+            cell = (dataset["name"], temperature)
+            cells[cell] = sorted((r for key, r in records.items() if key[:2] == cell), key=lambda r: r.index)
+            if len(cells[cell]) < dataset["num_prompts"]:
+                raise ValueError(
+                    f"{folder} is not finished: {len(cells[cell])} of {dataset['num_prompts']} requests of {cell[0]} "
+                    f"at temperature {temperature:g}, and those that end first are not like the others. Run the same "
+                    "dspark eval command again, it continues"
+                )
+    return Run(name, description, cells)
+
+
+def load_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Read the runs of some folders; one that `dspark eval` filled with several cells gives a run for each.
+
+    Returns:
+        The runs, each with a name that no other has, and the fields that the commands which wrote the folders were
+        asked to vary.
+
+    Raises:
+        ValueError: as for `load_run`, or a folder is named twice.
+    """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"a folder is named twice: {', '.join(map(str, folders))}")
+    found: list[tuple[Path, Path]] = []  # the named folder, and that of the run
+    compared: list[str] = []
+    for folder in folders:
+        inner = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
+        found += [(folder, run) for run in ([folder] if (folder / SETTINGS_FILE).exists() or not inner else inner)]
+        if inner and (folder / RESULTS_FILE).is_file():
+            compared += json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))["comparison"]["allowed"]
+    short = [run.resolve().name for _, run in found]
+    unique = len(set(short)) == len(short)
+    names = short if unique else [f"{run.resolve().parent.name}/{run.resolve().name}" for _, run in found]
+    if len(set(names)) < len(names):
+        names = [str(run) for _, run in found]
+    return [load_run(run, name) for (_, run), name in zip(found, names, strict=True)], compared
+
+
+def merge_runs(runs: Sequence[Run]) -> list[Run]:
+    """Join runs of equal settings that have different data sets or temperatures; the others stay as they are.
+
+    Raises:
+        ValueError: two runs of equal settings hold the same data set at the same temperature.
+    """
+    merged: list[Run] = []
+    for run in runs:
+        for i, other in enumerate(merged):
+            if differing_settings([other, run]):
+                continue
+            shared = [cell for cell in run.cells if cell in other.cells]
+            if shared:
+                raise ValueError(
+                    f"{other.name} and {run.name} have the same settings, and both hold {shared[0][0]} at temperature "
+                    f"{shared[0][1]:g}: that would be the same requests twice. Leave one out"
+                )
+            merged[i] = _joined(other, run)
+            break
+        else:
+            merged.append(run)
+    return merged
+
+
+def _joined(first: Run, second: Run) -> Run:
+    known = {d["name"] for d in first.description["datasets"]}
+    datasets = [*first.description["datasets"], *(d for d in second.description["datasets"] if d["name"] not in known)]
+    return replace(
+        first,
+        name=f"{first.name}+{second.name}",
+        description={**first.description, "datasets": datasets},
+        cells={**first.cells, **second.cells},
+        timings={**first.timings, **second.timings},
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs that may be shown side by side.
+
+    `fields` holds each setting that differs, with its value in every run; `allowed` what the caller said may differ.
+    """
+
+    runs: tuple[Run, ...]
+    fields: dict[str, tuple[Any, ...]]
+    allowed: tuple[str, ...]
+
+    @property
+    def compared(self) -> str:
+        """In words: what differs between the runs."""
+        groups = dict.fromkeys(_group(name, self.allowed) for name in self.fields)
+        return " and ".join(groups) or "nothing: the runs have the same settings"
+
+
+def compare_runs(runs: Sequence[Run], allowed: Iterable[str] = ()) -> Comparison:
+    """Merge runs of equal settings, and refuse to put others side by side unless what differs was named.
+
+    Args:
+        runs: as `load_runs` gives them.
+        allowed: names of settings that may differ, as the error lists them; a name covers what is below it, such as
+            "drafter" all that is said of the drafter.
+
+    Raises:
+        ValueError: settings differ that were not named, with their values; or a name is no setting.
+    """
+    allowed = tuple(dict.fromkeys(allowed))
+    known = {name for run in runs for name in _leaves(_comparable(run))} | {"datasets"}
+    for name in allowed:
+        if not any(_covers(name, other) for other in known):
+            groups = ", ".join(sorted({other.split(".")[0] for other in known}))
+            raise ValueError(f"{name!r} is no setting of these runs, so nothing can differ in it; there are {groups}")
+    merged = merge_runs(runs)
+    fields = differing_settings(merged)
+    unnamed = [name for name in fields if not any(_covers(other, name) for other in allowed)]
+    if unnamed:
+        names = [run.name for run in merged]
+        listed = "; ".join(
+            f"{field_name}: "
+            + ", ".join(f"{_short(value)} ({run})" for value, run in zip(fields[field_name], names, strict=True))
+            for field_name in unnamed
+        )
+        flags = " ".join(f"--allow-differences {name}" for name in dict.fromkeys(_group(n, ()) for n in unnamed))
+        raise ValueError(
+            f"the runs differ in settings that were not named as compared, so a difference of their figures could come "
+            f"from any of them: {listed}. If that is meant, add {flags}"
+        )
+    return Comparison(tuple(merged), fields, allowed)
+
+
+def differing_settings(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
+    """Every setting in which some runs differ, with its value in each of them; None where a run lacks it.
+
+    Which data sets and temperatures a run has does not count: those are rows. The contents of a data set do, where two
+    runs have it.
+    """
+    described = [_comparable(run) for run in runs]
+    names = dict.fromkeys(name for other in described[1:] for name in differing_fields(described[0], other))
+    fields = {name: tuple(_lookup(value, name) for value in described) for name in names}
+    contents = [{d["name"]: (d["sha256"], d["num_prompts"]) for d in run.description["datasets"]} for run in runs]
+    for name in dict.fromkeys(name for content in contents for name in content):
+        if len({content[name] for content in contents if name in content}) > 1:
+            fields[f"datasets.{name}"] = tuple(content.get(name) for content in contents)
+    return fields
+
+
+def _comparable(run: Run) -> dict[str, Any]:
+    """The settings of a run that may not differ unsaid, in the words of the command line."""
+    settings = {key: value for key, value in run.description["settings"].items() if key != "temperatures"}
+    target_name, drafter_name = settings.pop("target_name", None), settings.pop("drafter_name", None)
+    others = {key: value for key, value in run.description.items() if key not in ("settings", "datasets")}
+    drafter = others["drafter"]
+    return {
+        **settings,
+        **others,
+        "target": {"name": target_name, **others["target"]},
+        "drafter": drafter if drafter is None else {"name": drafter_name, **drafter},
+    }
+
+
+def _leaves(value: Any, path: str = "") -> list[str]:
+    if not isinstance(value, dict):
+        return [path]
+    return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{path}.{key}" if path else key)]
+
+
+def _lookup(value: Any, path: str) -> Any:
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _covers(allowed: str, name: str) -> bool:
+    return name == allowed or name.startswith(f"{allowed}.")
+
+
+def _group(name: str, allowed: Sequence[str]) -> str:
+    """The allowed name that covers a field, else its first part."""
+    return next((other for other in allowed if _covers(other, name)), name.split(".")[0])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:36] + '..."'
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One run against the first on the same requests; `ratio` is that of tokens per step."""
+
+    run: str
+    baseline: str
+    dataset: str
+    temperature: float
+    tokens_per_step: Estimate
+    ratio: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def paired_differences(runs: Sequence[Run]) -> list[Difference]:
+    """Tokens per step of every run against the first, wherever both have the same requests."""
+    found = []
+    for run in runs[1:]:
+        for cell, records in run.cells.items():
+            others = runs[0].cells.get(cell, [])
+            if [record.index for record in others] != [record.index for record in records]:
+                continue
+            mine, theirs = (
+                acceptance_statistics([record.steps for record in part])["tokens_per_step"]
+                for part in (records, others)
+            )
+            bootstrap = Bootstrap(len(records))
+            difference = bootstrap.estimates(lambda w, a=mine, b=theirs: a(w) - b(w))[0]
+            ratio = bootstrap.estimates(lambda w, a=mine, b=theirs: divide(a(w), b(w)))[0]
+            found.append(Difference(run.name, runs[0].name, *cell, difference, ratio))
+    return found

@@ -1,0 +1,159 @@
+"""Result rows: the figures of one data set at one temperature, and their means over data sets."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from dspark.evals.acceptance import Acceptance, acceptance_statistics, measure_acceptance, tail_repeats
+from dspark.evals.records import RequestRecord
+from dspark.evals.stats import Bootstrap, Estimate, Statistic, macro_mean
+
+PLAIN = "plain decoding"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Speed of the requests that this process ran; requests taken over from an interrupted run are not in it."""
+
+    num_requests: int
+    num_tokens: int
+    wall_s: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Generated tokens, those of prefill included, per second of wall time, prefill included."""
+        return self.num_tokens / self.wall_s if self.num_tokens else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and `tokens_per_s`."""
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+
+
+NOT_TIMED = Timing(0, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """Figures of one data set at one temperature, with the settings that they hold for.
+
+    `repetition` is the share of requests whose output ends in a loop. `num_tokens` counts all generated tokens, those
+    of prefill included. `domain` is None, or the only domain whose prompts are in the row. `timing` is not part of
+    `to_dict`: the same run gives the same row, but not the same time.
+    """
+
+    dataset: str
+    temperature: float
+    settings: dict[str, Any]
+    acceptance: Acceptance
+    num_tokens: int
+    finish_reasons: dict[str, int]
+    repetition: Estimate
+    domain: str | None = None
+    timing: Timing = field(default=NOT_TIMED, compare=False)
+
+    @property
+    def label(self) -> str:
+        """`measured`, INCONCLUSIVE where a drafter was given and nothing was drafted, or plain decoding."""
+        return PLAIN if self.settings["drafter"] is None else self.acceptance.label
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the timing, ready for JSON."""
+        row = asdict(self)
+        del row["timing"]
+        return {"label": self.label, **row}
+
+
+@dataclass(frozen=True)
+class MacroRow:
+    """Plain means over data sets of one run at one temperature, whatever the sizes of the sets.
+
+    A figure that a set does not have (nothing drafted, no confidences, a position never reached) has no mean.
+    """
+
+    temperature: float
+    datasets: tuple[str, ...]
+    tokens_per_step: Estimate
+    tokens_per_step_macro: Estimate
+    acceptance_rate: Estimate
+    ece: Estimate
+    unconditional: tuple[Estimate, ...]
+    conditional: tuple[Estimate, ...]
+    expected: tuple[Estimate, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def make_row(records: Sequence[RequestRecord], settings: dict[str, Any], timing: Timing = NOT_TIMED) -> ResultRow:
+    """Compute the figures of one data set at one temperature.
+
+    Args:
+        records: its requests, at least one, in prompt order.
+        settings: what `row_settings` gives for them.
+        timing: speed of the requests that were run.
+    """
+    bootstrap = Bootstrap(len(records))
+    loops = np.array([tail_repeats(record.token_ids) for record in records], dtype=np.float64)
+    return ResultRow(
+        dataset=records[0].dataset,
+        temperature=records[0].temperature,
+        settings=settings,
+        acceptance=measure_acceptance([record.steps for record in records], bootstrap),
+        num_tokens=sum(record.num_tokens for record in records),
+        finish_reasons=dict(Counter(record.finish_reason for record in records)),
+        repetition=bootstrap.mean(loops),
+        timing=timing,
+    )
+
+
+def make_domain_rows(records: Sequence[RequestRecord], settings: dict[str, Any]) -> list[ResultRow]:
+    """A row for each domain that the prompts of one data set name, if they name more than one.
+
+    Prompts without a domain are in none of them. Arguments as for `make_row`.
+    """
+    domains = [name for name in dict.fromkeys(record.domain for record in records) if name is not None]
+    if len(domains) < 2:
+        return []
+    return [
+        replace(make_row([record for record in records if record.domain == name], settings), domain=name)
+        for name in domains
+    ]
+
+
+def make_macro_row(sets: Sequence[Sequence[RequestRecord]]) -> MacroRow:
+    """Means over data sets.
+
+    Args:
+        sets: the requests of each data set, all of one run and temperature; at least one set.
+    """
+    statistics = [acceptance_statistics([record.steps for record in records]) for records in sets]
+
+    def mean(name: str) -> tuple[Estimate, ...]:
+        depth = max(_width(part[name], len(records)) for part, records in zip(statistics, sets, strict=True))
+        parts = [(len(records), _widened(part[name], depth)) for part, records in zip(statistics, sets, strict=True)]
+        return tuple(macro_mean(parts))
+
+    return MacroRow(
+        temperature=sets[0][0].temperature,
+        datasets=tuple(records[0].dataset for records in sets),
+        **{name: mean(name)[0] for name in ("tokens_per_step", "tokens_per_step_macro", "acceptance_rate", "ece")},
+        **{name: mean(name) for name in ("unconditional", "conditional", "expected")},
+    )
+
+
+def _width(statistic: Statistic, num_requests: int) -> int:
+    return statistic(np.ones((1, num_requests))).shape[1]
+
+
+def _widened(statistic: Statistic, depth: int) -> Statistic:
+    """Positions that a set never reached are undefined on it."""
+
+    def widened(weights: np.ndarray) -> np.ndarray:
+        figures = statistic(weights)
+        return np.pad(figures, ((0, 0), (0, depth - figures.shape[1])), constant_values=np.nan)
+
+    return widened
