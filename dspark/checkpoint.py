@@ -35,6 +35,7 @@ def load_drafter(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
+    calibrated: bool = True,
 ) -> Drafter:
     """Load a drafter from a folder or a Hub id.
 
@@ -47,6 +48,7 @@ def load_drafter(
         dtype: floating type of the weights; None keeps the checkpoint's own (where it mixes types, that of most of
             its bytes).
         layout: "anchor" or "fill" (1+N) overrides the block layout; for checkpoints that do not state theirs.
+        calibrated: False leaves the calibration in the folder unread, and the confidences as the head gives them.
 
     Returns:
         The drafter in eval mode with frozen weights, its confidences calibrated if the folder holds a calibration.
@@ -59,7 +61,7 @@ def load_drafter(
     container = findings.attempt(open_container, path)
     resolved = None if container is None else check_files(container, target, layout, findings)
     calibration = None
-    if container is not None and resolved is not None:
+    if container is not None and resolved is not None and calibrated:
         calibration = findings.attempt(stored_calibration, container, resolved)
     findings.raise_problems(str(path))
     assert resolved is not None

@@ -1,4 +1,4 @@
-"""The `dspark` command: `generate`, `eval` and `inspect`.
+"""The `dspark` command.
 
 Results go to stdout, progress and remarks to stderr; with `--json` stdout is one line of JSON. A mistake of the user
 is one line on stderr and exit status 2. Nothing heavy is imported before a command runs, so `--help` answers at once.
@@ -21,6 +21,7 @@ states, the target verifies it in one pass, and the output stays distributed exa
 Without --target and --drafter the embedded pair runs: SmolLM2-135M-Instruct and a drafter for it that ships with this
 package. The target is fetched on first use (93 MB); DSPARK_TARGET names a local copy instead.
 """
+_REPEATABLE = "; repeatable, a run each"
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
 
 
@@ -58,7 +59,23 @@ def _run(options: argparse.Namespace) -> int:
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler, _Remarks) for handler in logger.handlers):
         logger.addHandler(_Remarks())
-    run = {"generate": commands.generate, "eval": commands.evaluate, "inspect": commands.inspect}[options.command]
+    if options.command == "quality":
+        from dspark.commands_quality import quality
+
+        return quality(options)
+    if options.command in ("profile",):
+        from dspark import commands_tools
+
+        return int(getattr(commands_tools, options.command)(options))
+    if options.command in ("eval", "report", "calibrate"):
+        from dspark import commands_eval
+
+        return {
+            "eval": commands_eval.evaluate,
+            "report": commands_eval.report,
+            "calibrate": commands_eval.calibrate,
+        }[options.command](options)
+    run = {"generate": commands.generate, "inspect": commands.inspect}[options.command]
     return run(options)
 
 
@@ -108,7 +125,8 @@ def build_parser() -> Parser:
     evaluate = commands.add_parser(
         "eval",
         help="measure acceptance on prompt sets",
-        description="Measure acceptance, per position and calibrated, on prompt sets; intervals are over requests.",
+        description="Measure acceptance, per position and calibrated, on prompt sets; intervals are over requests. "
+        "Several drafters, draft lengths or temperatures run one after another and are set side by side.",
         **shared,
     )
     evaluate.add_argument(
@@ -122,7 +140,11 @@ def build_parser() -> Parser:
         "--temperature", action="append", type=float, metavar="T", help="repeatable; default: 0 and 1, a row each"
     )
     evaluate.add_argument("--batch-size", type=int, metavar="B", help="requests that run together")
-    evaluate.add_argument("--out", metavar="DIR", help="write records and results here; an interrupted run continues")
+    evaluate.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write records and the report here (results.json, report.md, plots); an interrupted run continues",
+    )
     evaluate.add_argument("--plain", action="store_true", default=False, help="without the drafter, as a base line")
     evaluate.add_argument(
         "--backend",
@@ -135,8 +157,12 @@ def build_parser() -> Parser:
         help="ask a running vLLM server, with the drafter that it was started with; --target then names the tokenizer, "
         "default: what the server's model was loaded from",
     )
-    _add_pair_flags(evaluate)
-    _add_sampling_flags(evaluate)
+    _add_pair_flags(evaluate, repeatable=True)
+    _add_sampling_flags(evaluate, repeatable=True)
+    _add_report(commands, shared)
+    _add_calibrate(commands, shared)
+
+    _add_quality(commands, shared)
 
     inspect = commands.add_parser(
         "inspect",
@@ -148,16 +174,152 @@ def build_parser() -> Parser:
     inspect.add_argument("--target", metavar="TARGET", help="also check that the drafter fits this target")
     _add_layout_flag(inspect)
     _add_json_flag(inspect)
+    _add_profile(commands, shared)
     return parser
 
 
-def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
+def _add_profile(commands: Any, shared: dict[str, Any]) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="time steps on this machine, for --schedule",
+        description="Time whole steps of the loop by requests that run together and by drafts verified. The table that "
+        "is written says what verifying costs here; --schedule FILE decides by it how much to verify.",
+        **shared,
+    )
+    _add_pair_arguments(profile)
+    profile.add_argument("--out", required=True, metavar="FILE", help="write the table here (JSON)")
+    profile.add_argument("--batch-size", nargs="+", type=int, metavar="B", help="default: 1 2 4 8, on a GPU up to 256")
+    profile.add_argument("--num-draft-tokens", type=int, metavar="K", help="time 0..K; default: the trained maximum")
+    profile.add_argument("--context", type=int, metavar="N", help="tokens in each prompt")
+    profile.add_argument("--temperature", type=float, metavar="T", help="of the requests; 0 leaves out sampling's work")
+    profile.add_argument("--repeats", type=int, metavar="N", help="timed steps of each kind")
+    _add_json_flag(profile)
+
+
+def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Both models as positional arguments."""
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="folder, GGUF file or Hub id; default: embedded")
+    parser.add_argument("drafter", nargs="?", metavar="DRAFTER", help="folder or Hub id; default: embedded")
+    _add_layout_flag(parser)
+    _add_precision_flags(parser)
+
+
+def _add_quality(commands: Any, shared: dict[str, Any]) -> None:
+    quality = commands.add_parser(
+        "quality",
+        help="score drafters on a target's text without generating; thresholds for CI",
+        description="Score drafters on the target's own continuations of a prompt set, without generating with them. "
+        "What generation accepts is computed, not drawn: figures are its expectation. The exit status is 1 where a "
+        "requirement is not met.",
+        **shared,
+    )
+    quality.add_argument(
+        "models",
+        nargs="*",
+        default=[],
+        metavar="MODEL",
+        help="[TARGET] DRAFTER...: folders or Hub ids, or the word embedded; one model is a drafter for the embedded "
+        "target; default: the embedded pair",
+    )
+    several: dict[str, Any] = {"action": "extend", "nargs": "+"}
+    quality.add_argument(
+        "--dataset", **several, metavar="NAME|FILE", help="prompt sets as in eval; default: the set `default`"
+    )
+    quality.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of each set")
+    quality.add_argument("--temperature", **several, type=float, metavar="T", help="default: 0 and 1, a row each")
+    quality.add_argument(
+        "--num-draft-tokens", **several, type=int, metavar="K", help="a row each; default: all it was trained for"
+    )
+    quality.add_argument(
+        "--ablate", **several, choices=("markov",), help="also score the drafter without this part, a row each"
+    )
+    quality.add_argument(
+        "--require",
+        **several,
+        metavar="EXPR",
+        help="thresholds that every row has to meet, such as 'tokens_per_step>=2.5', 'one_minus_tv[1]>=0.6', "
+        "'ece.high<=0.05'; a wrong name lists all",
+    )
+    quality.add_argument(
+        "--completions",
+        action="store_true",
+        default=False,
+        help="score on the field `completion` of the data set instead of the target's own continuations",
+    )
+    quality.add_argument(
+        "--states",
+        metavar="DIR",
+        help="keep the target's states here, for these settings only; default: a folder for each in the user's cache",
+    )
+    quality.add_argument("--out", metavar="DIR", help="write results.json here")
+    quality.add_argument("--batch-size", type=int, metavar="B", help="continuations that are decoded together")
+    group = quality.add_argument_group("models, drafting and sampling")
+    group.add_argument("--target", metavar="TARGET", help="the target, if every MODEL is a drafter")
+    _add_layout_flag(group)
+    _add_precision_flags(group)
+    _add_distribution_flags(group)
+    _add_json_flag(quality)
+
+
+def _add_report(commands: Any, shared: dict[str, Any]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="merge and compare finished runs",
+        description="Set finished runs of dspark eval side by side: rows, differences on the same requests, plots. "
+        "Runs of equal settings are merged; others are compared only if what differs is named.",
+        **shared,
+    )
+    report.add_argument("runs", nargs="+", metavar="DIR", help="folder that dspark eval --out wrote")
+    report.add_argument(
+        "--allow-differences",
+        action="append",
+        metavar="FIELD",
+        help="a setting in which the runs may differ, such as num_draft_tokens or drafter; repeatable",
+    )
+    report.add_argument("--out", metavar="DIR", help="write results.json, report.md and plots here")
+    _add_json_flag(report)
+
+
+def _add_calibrate(commands: Any, shared: dict[str, Any]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="fit the temperatures of the confidence head to finished runs",
+        description="Fit one temperature per draft position to what was accepted in finished runs (even prompts), "
+        "measure it on the others (odd prompts), and write it beside the drafter, where loading finds it.",
+        **shared,
+    )
+    calibrate.add_argument("runs", nargs="+", metavar="DIR", help="folder that dspark eval --out wrote")
+    calibrate.add_argument("--drafter", metavar="DRAFTER", help="the drafter of the runs; default: embedded")
+    calibrate.add_argument(
+        "--temperature",
+        action="append",
+        type=float,
+        metavar="T",
+        help="fit the requests at this temperature; repeatable; default: all above 0",
+    )
+    calibrate.add_argument(
+        "--check", action="append", metavar="DIR", help="another run of the drafter to measure on; repeatable"
+    )
+    calibrate.add_argument("--out", metavar="FILE", help="default: confidence_calibration.json in the drafter's folder")
+    _add_json_flag(calibrate)
+
+
+def _add_pair_flags(parser: argparse.ArgumentParser, repeatable: bool = False) -> None:
     group = parser.add_argument_group("models")
     group.add_argument(
         "--target", metavar="TARGET", help="folder, GGUF file or Hub id of the target; default: embedded"
     )
-    group.add_argument("--drafter", metavar="DRAFTER", help="folder or Hub id of the drafter; default: embedded")
+    group.add_argument(
+        "--drafter",
+        action="append" if repeatable else "store",
+        metavar="DRAFTER",
+        help="folder or Hub id of the drafter; default: embedded" + _REPEATABLE * repeatable,
+    )
     _add_layout_flag(group)
+    _add_precision_flags(group)
+
+
+def _add_precision_flags(group: Any) -> None:
     group.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16", "float16"),
@@ -174,11 +336,20 @@ def _add_layout_flag(group: Any) -> None:
     )
 
 
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def _add_sampling_flags(parser: argparse.ArgumentParser, repeatable: bool = False) -> None:
     group = parser.add_argument_group("drafting and sampling")
     group.add_argument(
-        "--num-draft-tokens", type=int, metavar="K", help="drafts a step; default: all it was trained for"
+        "--num-draft-tokens",
+        action="append" if repeatable else "store",
+        type=int,
+        metavar="K",
+        help="drafts a step; default: all it was trained for" + _REPEATABLE * repeatable,
     )
+    _add_distribution_flags(group)
+    _add_json_flag(parser)
+
+
+def _add_distribution_flags(group: Any) -> None:
     group.add_argument(
         "--drafting",
         choices=("probabilistic", "greedy"),
@@ -191,7 +362,6 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, metavar="N", help="of the random numbers")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit")
-    _add_json_flag(parser)
 
 
 def _add_json_flag(parser: Any) -> None:

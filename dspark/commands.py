@@ -7,13 +7,12 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dspark.backend_flags import check_backend_flags, connect_server, start_engine
 from dspark.default import (
     TARGET_VARIABLE,
     TargetLocation,
@@ -23,8 +22,7 @@ from dspark.default import (
     resolve_default_target,
 )
 from dspark.drafter import Drafter
-from dspark.evals import EvalSettings, evaluate_backend, format_prompt, format_table, measure_acceptance
-from dspark.evals.backends import Backend, LoopBackend
+from dspark.evals import EvalSettings, format_prompt, measure_acceptance
 from dspark.evals.datasets import resolve_prompt_format
 from dspark.evals.settings import library_versions
 from dspark.loop import generate as run_loop
@@ -64,7 +62,7 @@ class TimedRun:
 def generate(options: argparse.Namespace) -> int:
     """`dspark generate`."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    given = _given(options, SamplingParams)
+    given = given_options(options, SamplingParams)
     params = SamplingParams(**{"temperature": 0.0, "seed": secrets.randbits(SEED_BITS), **given})
     pair = load_pair(options)
     assert pair.drafter is not None, "only eval has --plain"
@@ -86,40 +84,6 @@ def generate(options: argparse.Namespace) -> int:
         return 0
     _say_generation_report(drafted, plain, params)
     return 0
-
-
-def evaluate(options: argparse.Namespace) -> int:
-    """`dspark eval`."""
-    given = _given(options, EvalSettings)
-    renamed = {"datasets": "dataset", "temperatures": "temperature"}
-    given |= {name: tuple(getattr(options, flag)) for name, flag in renamed.items() if hasattr(options, flag)}
-    settings = EvalSettings(**given)  # a wrong value must not cost the loading of two models
-    backend, target_name, drafter_name = _open_backend(options, settings)
-    settings = replace(settings, target_name=target_name, drafter_name=drafter_name)
-    rows = evaluate_backend(backend, settings, out_dir=getattr(options, "out", None))
-    if options.json:
-        results = [row.to_dict() | {"timing": row.timing.to_dict()} for row in rows]
-        print(json.dumps({"command": "eval", "rows": results}))
-        return 0
-    print(format_table(rows))
-    print(f"target: {target_name}\ndrafter: {drafter_name or 'none'}")
-    for row in rows:
-        if row.timing.tokens_per_s is not None:
-            say(f"{row.dataset} T={row.temperature:g}: {row.timing.tokens_per_s:.1f} tokens/s in this run")
-    return 0
-
-
-def _open_backend(options: argparse.Namespace, settings: EvalSettings) -> tuple[Backend, str, str | None]:
-    """What the flags say to run an evaluation on, and words for its report on target and drafter."""
-    check_backend_flags(options)
-    if hasattr(options, "endpoint"):
-        return connect_server(options, settings)
-    if getattr(options, "backend", "dspark") == "vllm":
-        drafter = _drafter_path(options)
-        location, source = _locate_target(getattr(options, "target", None))
-        return start_engine(options, settings, location or options.target, drafter), source, drafter
-    pair = load_pair(options)
-    return LoopBackend(pair.target, pair.drafter, settings), pair.target_name, pair.drafter_name
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -148,18 +112,21 @@ def _recurrent_memory(target: HFTarget, num_draft_tokens: int) -> list[str]:
     return describe_memory(RecurrentSizes.from_config(target.config), num_draft_tokens)
 
 
-def load_pair(options: argparse.Namespace) -> Pair:
-    """Load target and drafter as the options name them.
+def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
+    """Load target and drafter as the options name them; the target of `loaded`, if given, is kept.
 
     Raises:
         ValueError: a target without its drafter, files that do not load, or two that do not belong together.
     """
     from dspark.checkpoint import load_drafter
 
-    target_name, drafter_path = getattr(options, "target", None), _drafter_path(options)
+    target_name, drafter_path = getattr(options, "target", None), find_drafter(options)
     device = _device(getattr(options, "device", None))
     dtype = _dtype(getattr(options, "dtype", None), device)
-    target, source = _load_target(target_name, dtype, device)
+    if loaded is not None:
+        target, source = loaded.target, loaded.target_name
+    else:
+        target, source = _load_target(target_name, dtype, device)
     if drafter_path is None:
         for name in ("drafter", "layout", "num_draft_tokens", "drafting"):
             if hasattr(options, name):
@@ -172,7 +139,7 @@ def load_pair(options: argparse.Namespace) -> Pair:
     return Pair(target, source, drafter, drafter_path)
 
 
-def _drafter_path(options: argparse.Namespace) -> str | None:
+def find_drafter(options: argparse.Namespace) -> str | None:
     """Folder or Hub id of the drafter; None with --plain."""
     target_name, drafter_path = getattr(options, "target", None), getattr(options, "drafter", None)
     if getattr(options, "plain", False):
@@ -186,7 +153,7 @@ def _drafter_path(options: argparse.Namespace) -> str | None:
     return drafter_path or str(default_drafter_path())
 
 
-def _locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
+def locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
     """Files of the target named by folder or GGUF file, or of the default one, and words on it; None for a Hub id."""
     if name is not None and not Path(name).expanduser().exists():
         return None, f"Hub {name}"
@@ -199,7 +166,7 @@ def _load_target(name: str | None, dtype: torch.dtype, device: torch.device) -> 
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
-    location, source = _locate_target(name)
+    location, source = locate_target(name)
     log.info("target: %s (%s, %s)", source, str(dtype).removeprefix("torch."), device)
     if location is not None:
         return load_target(location, dtype=dtype, device=device), source
@@ -232,7 +199,7 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _given(options: argparse.Namespace, dataclass_type: type) -> dict[str, Any]:
+def given_options(options: argparse.Namespace, dataclass_type: type) -> dict[str, Any]:
     """The options of the command line that are fields of a dataclass."""
     return {
         field.name: getattr(options, field.name) for field in fields(dataclass_type) if hasattr(options, field.name)

@@ -6,7 +6,7 @@ from typing import Any
 from dspark.evals.acceptance import Acceptance
 from dspark.evals.compare import Comparison, Difference, Run
 from dspark.evals.plots import FEWEST
-from dspark.evals.report import MISSING, describe_settings
+from dspark.evals.report import MISSING, describe_settings, number
 from dspark.evals.rows import MacroRow, ResultRow
 from dspark.evals.stats import LEVEL, Estimate
 
@@ -70,12 +70,8 @@ def render_report(
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
-def interval(estimate: Estimate, digits: int = 2) -> str:
-    """A figure with its interval as text."""
-    if estimate.value is None:
-        return MISSING
-    text = f"{estimate.value:.{digits}f}"
-    return text if estimate.low is None else f"{text} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+def _interval(estimate: Estimate, digits: int = 2) -> str:
+    return number(estimate, digits, interval=True)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -126,22 +122,22 @@ def _figures(row: ResultRow) -> list[str]:
     return [
         str(figures.num_requests),
         str(figures.num_steps),
-        interval(figures.tokens_per_step),
-        interval(figures.tokens_per_step_macro),
-        interval(figures.acceptance_rate) if figures.num_offered else row.label,
-        interval(figures.calibration.ece, 3) if figures.calibration else MISSING,
+        _interval(figures.tokens_per_step),
+        _interval(figures.tokens_per_step_macro),
+        _interval(figures.acceptance_rate) if figures.num_offered else row.label,
+        _interval(figures.calibration.ece, 3) if figures.calibration else MISSING,
         f"{row.repetition.value:.0%}" if row.repetition.value is not None else MISSING,
     ]
 
 
 def _means(macro: MacroRow) -> list[str]:
     estimates = (macro.tokens_per_step, macro.tokens_per_step_macro, macro.acceptance_rate)
-    return ["", "", *(interval(estimate) for estimate in estimates), interval(macro.ece, 3), ""]
+    return ["", "", *(_interval(estimate) for estimate in estimates), _interval(macro.ece, 3), ""]
 
 
 def _differences(differences: Sequence[Difference]) -> str:
     rows = [
-        (d.run, d.dataset, f"{d.temperature:g}", interval(d.tokens_per_step), interval(d.ratio)) for d in differences
+        (d.run, d.dataset, f"{d.temperature:g}", _interval(d.tokens_per_step), _interval(d.ratio)) for d in differences
     ]
     return table(["run", "prompts", "temperature", "difference in tokens per step", "ratio"], rows)
 
@@ -178,8 +174,8 @@ def _positions(figures: Acceptance) -> str:
     rows = [
         (
             str(r.position + 1), str(r.num_offered), str(r.num_reached), str(r.num_accepted),
-            interval(r.unconditional), interval(r.conditional), interval(r.expected), interval(r.gap, 3),
-            interval(r.confidence),
+            _interval(r.unconditional), _interval(r.conditional), _interval(r.expected), _interval(r.gap, 3),
+            _interval(r.confidence),
         )
         for r in figures.positions
     ]  # fmt: skip
@@ -190,7 +186,7 @@ def _lengths(drafted: Sequence[tuple[Run, ResultRow]], several: bool) -> str:
     longest = max(len(row.acceptance.accepted_shares) for _, row in drafted)
     rows = []
     for run, row in drafted:
-        shares = [interval(share) for share in row.acceptance.accepted_shares]
+        shares = [_interval(share) for share in row.acceptance.accepted_shares]
         rows.append([_cell(run, row, several), *shares, *[MISSING] * (longest - len(shares))])
     return "Share of steps by the number of drafts that they accepted:\n\n" + table(
         ["run" if several else "prompts", *map(str, range(longest))], rows
@@ -202,7 +198,7 @@ def _calibration(scored: Sequence[tuple[Run, ResultRow]], several: bool) -> str:
     for run, row in scored:
         figures = row.acceptance.calibration
         assert figures is not None
-        scores = interval(figures.ece, 3), interval(figures.auroc, 3), interval(figures.brier, 3)
+        scores = _interval(figures.ece, 3), _interval(figures.auroc, 3), _interval(figures.brier, 3)
         rows.append((_cell(run, row, several), str(figures.num_positions), *scores))
     temperatures = {
         run.name: run.description["drafter"].get("confidence_temperatures")

@@ -1,0 +1,177 @@
+"""Fit the calibration of a drafter's confidences from finished runs, and measure it on requests that were not fitted.
+
+Prompts with an even index are fitted, those with an odd one measured; what is stored are the very temperatures that
+were measured. Temperatures fitted on the other half are given beside them: how far the two differ is how well the data
+determine them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dspark.checkpoint import load_drafter, stored_head_digest
+from dspark.confidence import ConfidenceCalibration
+from dspark.evals.compare import Run, compare_runs
+from dspark.evals.records import RequestRecord
+from dspark.evals.settings import weights_sha256
+from dspark.evals.sts import ScalingEffect, fit_sts, scaling_effect, undo_scaling
+from dspark.families import Findings, resolve_container
+from dspark.families.container import open_container
+from dspark.records import StepRecord
+
+# Settings in which runs that are fitted together may differ: none changes what a confidence at a position means.
+HARMLESS = ("batch_size", "commit", "datasets", "ignore_eos", "limit", "max_new_tokens", "seed", "versions")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the temperatures do on some requests; `temperature` None means those of all fitted cells together."""
+
+    name: str
+    temperature: float | None
+    effect: ScalingEffect
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def fit_calibration(
+    runs: Sequence[Run], drafter_path: str, sampling_temperatures: Sequence[float] | None = None
+) -> tuple[ConfidenceCalibration, list[Check]]:
+    """Fit one temperature per draft position.
+
+    Args:
+        runs: finished runs of the drafter with all of its draft positions.
+        drafter_path: folder or Hub id of the drafter.
+        sampling_temperatures: fit the requests at these; None takes all that were sampled, at temperatures above 0.
+
+    Returns:
+        The calibration with its settings and figures, and the effect on the half that was not fitted: of all fitted
+        cells together, then of every cell.
+
+    Raises:
+        ValueError: runs of different settings or of another drafter, fewer drafts than it has positions, no
+            confidences, or too few events.
+    """
+    runs = compare_runs(runs, HARMLESS).runs
+    description = runs[0].description
+    _check_drafter(description, drafter_path)
+    cells = {(run.name, *cell): records for run in runs for cell, records in run.cells.items()}
+    chosen = {key: records for key, records in cells.items() if _is_chosen(key[2], sampling_temperatures)}
+    if not chosen:
+        wanted = "above 0" if sampling_temperatures is None else " or ".join(f"{t:g}" for t in sampling_temperatures)
+        raise ValueError(f"the runs have no requests at a temperature {wanted}: there is nothing to fit")
+    halves = [[r for records in chosen.values() for r in records if r.index % 2 == half] for half in (0, 1)]
+    depth = description["settings"]["num_draft_tokens"]
+    fitted, held_out = (_raw_steps(half, description) for half in halves)
+    temperatures, others = fit_sts(fitted, depth), fit_sts(held_out, depth)
+    effect = scaling_effect(held_out, temperatures)
+    calibration = ConfidenceCalibration(
+        temperatures=tuple(temperatures),
+        head_sha256=_head_digest(drafter_path),
+        fitted_on=_describe_fit(runs, chosen, halves[0]),
+        held_out={
+            "requests": "prompts with an odd index",
+            "num_requests": effect.num_requests,
+            "num_positions": effect.num_positions,
+            "ece": asdict(effect.ece),
+            "brier": asdict(effect.brier),
+            "temperatures_of_this_half": others,
+        },
+    )
+    checks = [Check("all that were fitted, other half", None, effect)]
+    for run in runs:
+        checks += measure_scaling(run, temperatures, half=1)
+    return calibration, checks
+
+
+def measure_scaling(run: Run, temperatures: Sequence[float], half: int | None = None) -> list[Check]:
+    """The effect of temperatures on every cell of a run.
+
+    Args:
+        run: a finished run with confidences.
+        temperatures: one per draft position.
+        half: 0 or 1 takes the prompts with an even or odd index; None takes all.
+    """
+    found = []
+    for (dataset, temperature), records in run.cells.items():
+        part = [record for record in records if half is None or record.index % 2 == half]
+        steps = _raw_steps(part, run.description)
+        if any(step.confidence for request in steps for step in request):
+            name = dataset if half is None else f"{dataset}, other half"
+            found.append(Check(name, temperature, scaling_effect(steps, temperatures)))
+    return found
+
+
+def _is_chosen(temperature: float, wanted: Sequence[float] | None) -> bool:
+    return temperature > 0 if wanted is None else temperature in wanted
+
+
+def _raw_steps(records: Sequence[RequestRecord], description: dict[str, Any]) -> list[list[StepRecord]]:
+    """Steps with the head's own confidences, whatever calibration was applied in the run."""
+    steps = [list(record.steps) for record in records]
+    applied = (description["drafter"] or {}).get("confidence_temperatures")
+    return steps if applied is None else undo_scaling(steps, applied)
+
+
+def _check_drafter(description: dict[str, Any], drafter_path: str) -> None:
+    """Refuse a drafter that is not the one of the runs, or runs that did not use all of its positions."""
+    ran = description["drafter"]
+    if ran is None or "weights_sha256" not in ran or "confidence_temperatures" not in ran:
+        raise ValueError(
+            f"the runs were made by {description['backend']['name']}, "
+            f"{'without a drafter' if ran is None else 'without confidences'}: only those of this package's own loop, "
+            "by this version, can be fitted"
+        )
+    drafter = load_drafter(drafter_path, dtype=getattr(torch, ran["dtype"]), calibrated=False)
+    digest = weights_sha256(drafter)
+    if digest != ran["weights_sha256"]:
+        raise ValueError(
+            f"the runs used a drafter with weights {ran['weights_sha256'][:12]}, {drafter_path} has {digest[:12]}: the "
+            "temperatures would be those of another confidence head. Name the drafter of the runs with --drafter"
+        )
+    drafts, positions = description["settings"]["num_draft_tokens"], drafter.config.max_draft_tokens
+    if drafts != positions:
+        raise ValueError(
+            f"the runs drafted {drafts} tokens a step, the drafter has {positions} positions: the others would have no "
+            f"temperature. Run dspark eval with --num-draft-tokens {positions}"
+        )
+
+
+def _head_digest(drafter_path: str) -> str:
+    """Digest of the head as the files hold it, in whatever type the runs had it."""
+    findings = Findings()
+    resolved = resolve_container(open_container(drafter_path), None, None, findings)
+    findings.raise_problems(drafter_path)
+    assert resolved is not None
+    assert resolved.tensors is not None
+    return stored_head_digest(resolved.tensors)
+
+
+def _describe_fit(
+    runs: Sequence[Run], chosen: dict[tuple[str, str, float], list[RequestRecord]], fitted: Sequence[RequestRecord]
+) -> dict[str, Any]:
+    """What the temperatures hold for; without names, which may be paths of the machine that fitted them."""
+    description = runs[0].description
+    names = {dataset for _, dataset, _ in chosen}
+    datasets = {d["name"]: d for run in runs for d in run.description["datasets"] if d["name"] in names}
+    settings = {
+        key: value
+        for key, value in description["settings"].items()
+        if key not in ("temperatures", "target_name", "drafter_name", "batch_size", "limit")
+    }
+    kept = ("prompt_format", "verification", "target", "versions", "commit")
+    return {
+        "requests": "prompts with an even index",
+        "num_requests": len(fitted),
+        "num_steps": sum(len(record.steps) for record in fitted),
+        "datasets": list(datasets.values()),
+        "temperatures": sorted({temperature for *_, temperature in chosen}),
+        **settings,
+        **{key: description[key] for key in kept},
+        "drafter_weights_sha256": description["drafter"]["weights_sha256"],
+        "drafter_dtype": description["drafter"]["dtype"],
+    }
