@@ -1,14 +1,14 @@
 """Distributions, random streams, draft sampling and rejection sampling; import as `dspark.sampling`.
 
 In the order of a step: `to_distribution` makes q, `draft_token` draws from it, `make_proposal` collects a block, and
-`rejection_sample` verifies it against the target's p. All are pure functions of tensors; randomness comes from
-`Streams`.
+`rejection_sample` verifies it against the target's p (`verify_logits` from the target's logits, with kernels on a GPU).
+All are pure functions of tensors; randomness comes from `Streams`.
 """
 
 from dspark.sampling.draft import Drafting, draft_token
 from dspark.sampling.params import SamplingParams, SamplingTensors, to_distribution
 from dspark.sampling.proposal import DenseProposal, OneHotProposal, Proposal, SparseProposal, make_proposal
-from dspark.sampling.rejection import Verification, rejection_sample
+from dspark.sampling.rejection import Verification, rejection_sample, verify_logits
 from dspark.sampling.streams import Purpose, Streams, sample
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "rejection_sample",
     "sample",
     "to_distribution",
+    "verify_logits",
 ]

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark.sampling.proposal import Proposal
+from dspark.kernels.rejection import Block, DraftLaw, raise_for_status, verify
+from dspark.kernels.rejection_ref import MAX_LISTED
+from dspark.sampling.params import SamplingTensors, to_distribution
+from dspark.sampling.proposal import DenseProposal, OneHotProposal, Proposal, SparseProposal
 from dspark.sampling.streams import Purpose, Streams, sample
 
 
@@ -84,6 +87,103 @@ def rejection_sample(
     tokens = torch.where(slot == num_accepted[:, None], added[:, None], tokens)
     overlap = proposal.overlap(target_probs[:, :-1]).masked_fill(~offered, float("nan"))
     return Verification(tokens, num_accepted, num_accepted + 1, overlap)
+
+
+def verify_logits(
+    proposal: Proposal,
+    logits: torch.Tensor,
+    params: SamplingTensors,
+    streams: Streams,
+    positions: torch.Tensor,
+    num_offered: torch.Tensor | None = None,
+    *,
+    truncated: bool | None = None,
+) -> Verification:
+    """`rejection_sample` from the target's logits; with kernels on a GPU, which wait for the device once.
+
+    Args:
+        proposal: as in `rejection_sample`.
+        logits: [B, K+1, V] before any sampling parameter.
+        params: one row per request.
+        streams: the requests' random numbers.
+        positions: [B] int64, absolute position of the first draft.
+        num_offered: [B] int64, as in `rejection_sample`; a GPU does not check the range.
+        truncated: whether a row of `params` has top-k, top-p or min-p; None asks the device. False where one has
+            leaves it without effect on a GPU.
+
+    Returns:
+        As `rejection_sample` of `to_distribution(logits, params)`: the same tokens but where a decision is within
+        float32 rounding of a tie.
+
+    Raises:
+        ValueError: as in `rejection_sample` and `to_distribution`.
+        AssertionError: an offered draft has q = 0.
+    """
+    if not logits.is_cuda or logits.dtype == torch.float64:
+        return rejection_sample(proposal, to_distribution(logits, params), streams, positions, num_offered)
+    if truncated is None:
+        truncated = bool(_truncates(params).any())
+    if truncated:
+        logits = _cut(logits, params)
+    block, law = kernel_inputs(proposal, logits, params, streams, positions, num_offered)
+    out = verify(block, law, proposal.num_draft_tokens, overlap=True)
+    raise_for_status(out.status)
+    assert out.overlap is not None
+    return Verification(out.tokens, out.num_accepted.long(), out.num_emitted.long(), out.overlap)
+
+
+def kernel_inputs(
+    proposal: Proposal,
+    logits: torch.Tensor,
+    params: SamplingTensors,
+    streams: Streams,
+    positions: torch.Tensor,
+    num_offered: torch.Tensor | None = None,
+) -> tuple[Block, DraftLaw]:
+    """What `dspark.kernels.rejection.verify` takes, from the arguments of `verify_logits`; logits are cut already."""
+    batch, num_draft_tokens = proposal.tokens.shape
+    if logits.ndim != 3 or logits.shape[:2] != (batch, num_draft_tokens + 1):
+        raise ValueError(
+            f"logits must be [{batch}, {num_draft_tokens + 1}, V], one row per draft and one after them,"
+            f" got {tuple(logits.shape)}"
+        )
+    lane = torch.arange(num_draft_tokens + 1, device=logits.device)
+    drafts = torch.nn.functional.pad(proposal.tokens, (1, 0), value=-1)
+    if num_offered is not None:
+        drafts = drafts.masked_fill(lane > num_offered[:, None], -1)
+    block = Block(
+        logits.flatten(0, 1),
+        drafts.flatten(),
+        torch.arange(batch + 1, device=logits.device) * (num_draft_tokens + 1),
+        (positions[:, None] + lane).flatten(),
+        params.temperature,
+        streams.seeds,
+    )
+    return block, _draft_law(proposal, logits.shape[-1])
+
+
+def _draft_law(proposal: Proposal, vocab_size: int) -> DraftLaw:
+    """q of a proposal; a long list of ids is spread over the vocabulary."""
+    match proposal:
+        case OneHotProposal():
+            return DraftLaw()
+        case SparseProposal(_, ids, probs) if ids.shape[-1] <= MAX_LISTED:
+            return DraftLaw(probs.float().contiguous(), ids, probs=True)
+        case DenseProposal(_, probs):
+            return DraftLaw(probs.float(), probs=True)
+    return DraftLaw(proposal.dense(vocab_size).float(), probs=True)
+
+
+def _truncates(params: SamplingTensors) -> torch.Tensor:
+    """[B] bool: the requests with top-k, top-p or min-p."""
+    return (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+
+
+def _cut(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """Logits with -inf where `to_distribution` cuts, so that only the temperature is left to apply."""
+    chosen = (_truncates(params) & ~params.greedy).nonzero()[:, 0]
+    kept = to_distribution(logits[chosen], params.rows(chosen)) > 0
+    return logits.index_copy(0, chosen, logits[chosen].masked_fill(~kept, float("-inf")))
 
 
 def _offered_slots(proposal: Proposal, target_probs: torch.Tensor, num_offered: torch.Tensor | None) -> torch.Tensor:

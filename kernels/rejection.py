@@ -1,0 +1,281 @@
+"""Rejection sampling of drafted blocks, from the logits themselves, in two launches.
+
+Logits are read once where a step accepts everything, and the row of the rejection twice otherwise; rows after it
+mostly not at all (`dspark.kernels.rejection_device`). Nothing waits for the device. With a `Workspace` and outputs of
+the caller's own, a call can be captured in a CUDA graph.
+
+Read `dspark.kernels.rejection_ref` first: `verify_ref` is the definition.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from dspark.kernels import HAS_TRITON, triton
+from dspark.kernels.rejection_device import NO_REJECTION
+from dspark.kernels.rejection_emit import emit_kernel
+from dspark.kernels.rejection_judge import judge_kernel, overlap_kernel
+from dspark.kernels.rejection_ref import MAX_LISTED, Block, DraftLaw, Verified, raise_for_status, verify_ref
+
+__all__ = ["Block", "DraftLaw", "Verified", "Workspace", "raise_for_status", "verify", "verify_ref"]
+
+ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# (tokens a thread block reads, its warps) of the two launches.
+JUDGE_TILE = (4096, 4)
+EMIT_TILE = (2048, 4)
+
+# Parts of a row that the last block has room for, at least: one compiled kernel serves most vocabularies.
+JUDGE_PARTS, EMIT_PARTS = 64, 128
+
+
+class Workspace:
+    """Device memory between the two launches; put back in order by every call, so that it serves any number.
+
+    One per stream: calls that overlap in time must not share it. A captured graph keeps using the one it was captured
+    with, which must then live as long as the graph.
+    """
+
+    def __init__(self, batch: int, num_draft_tokens: int, vocab_size: int, device: torch.device | str) -> None:
+        self.capacity = (batch, num_draft_tokens, vocab_size)
+        lines = batch * max(num_draft_tokens, 1)
+        judge_parts, emit_parts = (triton.cdiv(vocab_size, tile[0]) for tile in (JUDGE_TILE, EMIT_TILE))
+        self.first = torch.full((batch,), NO_REJECTION, dtype=torch.int32, device=device)
+        self.judge_arrived = torch.zeros(lines, dtype=torch.int32, device=device)
+        self.emit_arrived = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.judge_parts = torch.empty((lines, 4, judge_parts), dtype=torch.float32, device=device)
+        self.emit_parts = torch.empty((batch, 2, emit_parts), dtype=torch.float32, device=device)
+        self.winners = torch.empty((batch, emit_parts), dtype=torch.int32, device=device)
+        self.rows = torch.empty((lines, 4), dtype=torch.float32, device=device)
+        self.flags = torch.empty(lines, dtype=torch.int32, device=device)
+
+    def holds(self, batch: int, num_draft_tokens: int, vocab_size: int) -> bool:
+        """Whether a call of this size fits."""
+        asked = (batch, num_draft_tokens, vocab_size)
+        return all(have >= need for have, need in zip(self.capacity, asked, strict=True))
+
+
+_workspaces: dict[tuple[torch.device, int], Workspace] = {}
+
+
+def _shared_workspace(batch: int, num_draft_tokens: int, vocab_size: int, device: torch.device) -> Workspace:
+    """That of the current stream, replaced by a larger one where it is too small."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _workspaces.get((device, stream))
+    if found is None or not found.holds(batch, num_draft_tokens, vocab_size):
+        asked = (batch, num_draft_tokens, vocab_size)
+        size = asked if found is None else tuple(max(a, b) for a, b in zip(asked, found.capacity, strict=True))
+        found = _workspaces[device, stream] = Workspace(*size, device)
+    return found
+
+
+def verify(
+    block: Block,
+    law: DraftLaw,
+    num_draft_tokens: int,
+    *,
+    overlap: bool = False,
+    workspace: Workspace | None = None,
+    out: Verified | None = None,
+) -> Verified:
+    """Verify drafted blocks; no synchronisation.
+
+    Args:
+        block: logits, drafts and the requests they belong to.
+        law: what the drafts were drawn from.
+        num_draft_tokens: K >= 0, the most drafts of a request.
+        overlap: also sum min(p, q) of every offered draft, which reads all rows of p and q once more.
+        workspace: of the caller's own; a shared one of the current stream if None.
+        out: outputs to write, `Verified.empty`; new ones if None.
+
+    Returns:
+        Tokens, counts and status. A request's row depends on its own inputs only.
+
+    Raises:
+        ValueError: shapes or dtypes disagree. Values are not looked at; see `Verified.status`.
+
+    Source: `verify_ref`.
+    """
+    batch, vocab_size = len(block.seeds), block.logits.shape[-1]
+    _check(block, law, num_draft_tokens)
+    device = block.logits.device
+    if not (HAS_TRITON and device.type == "cuda"):
+        return verify_ref(block, law, num_draft_tokens, overlap=overlap)
+    out = Verified.empty(batch, num_draft_tokens, device) if out is None else out
+    if batch == 0:
+        return out
+    if workspace is None:
+        workspace = _shared_workspace(batch, num_draft_tokens, vocab_size, device)
+    elif not workspace.holds(batch, num_draft_tokens, vocab_size):
+        raise ValueError(
+            f"workspace of {workspace.capacity} (requests, drafts, vocabulary) is too small for"
+            f" {(batch, num_draft_tokens, vocab_size)}: make it for the largest step"
+        )
+    return launch_verify(block, law, workspace, out, overlap=overlap)
+
+
+def launch_verify(
+    block: Block, law: DraftLaw, workspace: Workspace, out: Verified, *, overlap: bool = False
+) -> Verified:
+    """The kernels, for K of `out` and at least one request. Same contract as `verify`."""
+    batch, num_draft_tokens = out.tokens.shape[0], out.tokens.shape[1] - 1
+    logits, values, ids = block.logits, law.values, law.ids
+    vocab_size = logits.shape[1]
+    dense, sparse = values is not None and ids is None, ids is not None
+    slots = torch.arange(batch, device=logits.device) if values is not None and law.slots is None else law.slots
+    inputs = (logits, block.tokens, block.row_starts)
+    drawn_from = (slots if dense or sparse else block.tokens, values if dense or sparse else logits)
+    listed = ids if sparse else block.tokens
+    num_ids = ids.shape[2] if sparse else 0
+    sizes = (batch, num_draft_tokens, vocab_size, num_ids)
+    strides = (
+        logits.stride(0),
+        *(values.stride()[:2] if dense or sparse else (0, 0)),
+        *(ids.stride()[:2] if sparse else (0, 0)),
+    )
+    constants = {
+        "WIDTH": max(16, triton.next_power_of_2(num_draft_tokens + 1)),
+        "HAS_Q": dense or sparse,
+        "DENSE": dense,
+        "PROBS": law.probs,
+        "IDS": max(16, triton.next_power_of_2(num_ids)),
+    }
+    random = (block.positions, block.temperature, block.seeds)
+    (judge_block, judge_warps), (emit_block, emit_warps) = JUDGE_TILE, EMIT_TILE
+    judge_parts, emit_parts = triton.cdiv(vocab_size, judge_block), triton.cdiv(vocab_size, emit_block)
+    judge_grid = (judge_parts * batch * num_draft_tokens,)
+    if num_draft_tokens:
+        judge_kernel[judge_grid](
+            *inputs,
+            *random,
+            *drawn_from,
+            listed,
+            law.logsumexp if law.logsumexp is not None else workspace.rows,
+            workspace.first,
+            workspace.judge_arrived,
+            workspace.judge_parts,
+            workspace.rows,
+            workspace.flags,
+            *sizes,
+            judge_parts,
+            *strides,
+            law.logsumexp.stride(0) if law.logsumexp is not None else 0,
+            int(not overlap),
+            **constants,
+            STORED=law.logsumexp is not None,
+            BLOCK=judge_block,
+            PARTS=max(JUDGE_PARTS, triton.next_power_of_2(judge_parts)),
+            num_warps=judge_warps,
+        )
+    emit_kernel[(emit_parts * batch,)](
+        *inputs,
+        *random,
+        *drawn_from,
+        listed,
+        workspace.first,
+        workspace.emit_arrived,
+        workspace.emit_parts,
+        workspace.winners,
+        workspace.rows,
+        workspace.flags,
+        out.tokens,
+        out.num_emitted,
+        out.num_accepted,
+        out.status,
+        *sizes,
+        emit_parts,
+        *strides,
+        **constants,
+        BLOCK=emit_block,
+        PARTS=max(EMIT_PARTS, triton.next_power_of_2(emit_parts)),
+        num_warps=emit_warps,
+    )
+    if not overlap:
+        return out
+    parts = torch.empty((batch, num_draft_tokens, judge_parts), dtype=torch.float32, device=logits.device)
+    if num_draft_tokens:
+        overlap_kernel[judge_grid](
+            *inputs,
+            block.temperature,
+            *drawn_from,
+            listed,
+            workspace.rows,
+            parts,
+            *sizes,
+            judge_parts,
+            *strides,
+            **constants,
+            BLOCK=judge_block,
+            num_warps=judge_warps,
+        )
+    overlaps = parts.sum(-1)
+    return replace(out, overlap=overlaps)
+
+
+def _check(block: Block, law: DraftLaw, num_draft_tokens: int) -> None:
+    """Refuse what the kernels would read wrongly: shapes, dtypes and strides."""
+    batch, num_rows = len(block.seeds), block.logits.shape[0]
+    shapes = {
+        "tokens": (block.tokens, (num_rows,), (torch.int64,)),
+        "row_starts": (block.row_starts, (batch + 1,), (torch.int32, torch.int64)),
+        "positions": (block.positions, (num_rows,), (torch.int64,)),
+        "temperature": (block.temperature, (batch,), (torch.float32, torch.float64)),
+        "seeds": (block.seeds, (batch,), (torch.int64,)),
+    }
+    if law.slots is not None:
+        shapes["slots"] = (law.slots, (batch,), (torch.int32, torch.int64))
+    for name, (value, shape, dtypes) in shapes.items():
+        if value.shape != shape or value.dtype not in dtypes or not value.is_contiguous():
+            expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise ValueError(
+                f"{name} must be contiguous {expected} {list(shape)}, got {value.dtype} {list(value.shape)}"
+            )
+    _check_rows("logits", block.logits, 2)
+    _check_law(law, num_draft_tokens, block.logits.shape[1])
+
+
+def _check_rows(name: str, value: torch.Tensor, ndim: int) -> None:
+    if value.ndim != ndim or value.dtype not in ROW_DTYPES or value.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must have {ndim} dimensions, the last contiguous, in float32, bfloat16 or float16;"
+            f" got {value.dtype} {list(value.shape)} with strides {value.stride()}"
+        )
+
+
+def _check_law(law: DraftLaw, num_draft_tokens: int, vocab_size: int) -> None:
+    if law.values is None:
+        if law.ids is not None or law.logsumexp is not None:
+            raise ValueError("ids or logsumexp without values: a one-hot q has neither; pass the values they belong to")
+        return
+    _check_rows("values", law.values, 3)
+    if law.values.shape[1] < num_draft_tokens:
+        raise ValueError(
+            f"values has {law.values.shape[1]} positions a request, fewer than the {num_draft_tokens} drafts"
+        )
+    if law.ids is None:
+        if law.values.shape[2] != vocab_size:
+            raise ValueError(
+                f"values cover {law.values.shape[2]} tokens, the target {vocab_size}: cut the padding, or give the ids"
+                " of the columns"
+            )
+    elif (
+        law.ids.shape != law.values.shape or law.ids.dtype not in (torch.int32, torch.int64) or law.ids.stride(-1) != 1
+    ):
+        raise ValueError(
+            f"ids must be int32 or int64 {list(law.values.shape)}, got {law.ids.dtype} {list(law.ids.shape)}"
+        )
+    elif law.ids.shape[2] > MAX_LISTED:
+        raise ValueError(
+            f"{law.ids.shape[2]} ids a row, at most {MAX_LISTED} are supported: pass q over the vocabulary"
+        )
+    if law.logsumexp is not None and (
+        law.probs
+        or law.ids is not None
+        or law.logsumexp.shape != law.values.shape[:2]
+        or law.logsumexp.dtype != torch.float32
+        or not law.logsumexp.is_contiguous()
+    ):
+        raise ValueError(
+            f"logsumexp must be contiguous float32 {list(law.values.shape[:2])}, of logits over the vocabulary;"
+            f" got {law.logsumexp.dtype} {list(law.logsumexp.shape)}"
+        )

@@ -1,0 +1,147 @@
+"""Device functions that the kernels of `dspark.kernels.rejection` share, and how the kernels work together.
+
+    judge    a thread block per (request, slot, part of the vocabulary): maximum and summed exponentials of its part of
+             the target's row, and of the draft's row where that is not known. The block of a row that comes last
+             combines them and decides about the draft; a rejection lowers the request's `first` rejected slot.
+    emit     a thread block per (request, part of the vocabulary): the exponential race over its part of the one row
+             that the added token comes from. The block that comes last writes the request's results.
+
+The row after the last draft needs no sums, since a race does not change when all weights are scaled: `judge` skips it,
+and a step that accepts everything reads every row once. Slots run in order, first those of all requests, so that a
+rejection is often known before later rows are read; they are then left out. That changes what is read, not what comes
+out: rows after the first rejection have no influence, and the rows before it are always complete.
+
+`first` and the counters of arrived blocks are put back by the last block, so that the next launch, or replay of a
+graph, finds them as the first one did.
+"""
+
+from dspark.kernels import HAS_TRITON, tl, triton
+from dspark.kernels.philox import philox4x32
+
+# Counter words of the random streams, see `dspark.kernels.rejection`.
+ACCEPT, RECOVERY, TARGET = 1, 2, 3
+PER_TOKEN, SINGLE = 0, 1
+
+# Bits of a request's status.
+BAD_TARGET, UNDRAWN, FOREIGN = 1, 2, 4
+
+NO_REJECTION = 2**31 - 1
+
+# Temperatures are kept in this range: -inf / inf and 0 / 0 would be NaN.
+COLDEST, HOTTEST = 1e-30, 1e30
+
+_ACCEPT, _SINGLE = tl.constexpr(ACCEPT), tl.constexpr(SINGLE)
+_NO_REJECTION = tl.constexpr(NO_REJECTION)
+_COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_INTERPRETED = tl.constexpr(bool(HAS_TRITON and triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def exponent_scale(temperature):
+    """Factor of a logit in a power of two; 1 / temperature in units of log2(e)."""
+    return _LOG2E / tl.minimum(tl.maximum(tl.where(temperature == 0.0, 1.0, temperature), _COLDEST), _HOTTEST)
+
+
+@triton.jit
+def load_logits(row_ptr, column, inside):
+    """Logits as float32, -inf outside. NaN becomes +inf, which a maximum keeps and the status reports."""
+    logits = tl.load(row_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(logits == logits, logits, float("inf"))
+
+
+@triton.jit
+def finite_or_zero(peak):
+    """What to subtract from a row of maximum `peak`: an empty row of -inf must not give -inf - -inf."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def sum_part(logits, scale):
+    """Maximum of a part of a row, and its summed exponentials relative to that."""
+    peak = tl.max(logits, axis=0)
+    return peak, tl.sum(tl.exp2((logits - finite_or_zero(peak)) * scale), axis=0)
+
+
+@triton.jit
+def sum_whole(peak_ptr, mass_ptr, part, known, scale):
+    """The same of the whole row, from its parts [n]."""
+    peaks = tl.load(peak_ptr + part, mask=known, other=float("-inf"), cache_modifier=".cg")
+    masses = tl.load(mass_ptr + part, mask=known, other=0.0, cache_modifier=".cg")
+    peak = tl.max(peaks, axis=0)
+    return peak, tl.sum(masses * tl.exp2((peaks - finite_or_zero(peak)) * scale), axis=0)
+
+
+@triton.jit
+def offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH: tl.constexpr):
+    """Draft ids [WIDTH], and how many come before the first placeholder or id that is no token."""
+    lane = tl.arange(0, WIDTH)
+    draft = tl.load(drafts_ptr + start + 1 + lane, mask=(lane < count) & (lane < num_drafts), other=-1)
+    return draft, tl.min(tl.where((draft >= 0) & (draft < vocab_size), WIDTH, lane), axis=0)
+
+
+@triton.jit
+def acceptance_number(seed, position):
+    """Uniform number of a position in [0, 1), float64 of 53 bits."""
+    zero = (seed * 0).to(tl.uint32)
+    high, low, _, _ = philox4x32(
+        zero, position.to(tl.uint32), zero + _ACCEPT, zero + _SINGLE, seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    )
+    return ((high >> 5).to(tl.float64) * 67108864.0 + (low >> 6).to(tl.float64)) * 1.1102230246251565e-16
+
+
+@triton.jit
+def log2_fast(x):
+    """log2 of x in (0, 1) to 2**-22, one instruction; Triton's own is exact to the last bit and takes fifteen."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def token_noise(first_id, seed, position, purpose, BLOCK: tl.constexpr):
+    """Unit exponentials [BLOCK] of the tokens from `first_id`, a multiple of 4, on: one Philox call for four of them.
+
+    -log(1 - u) by its series where 1 - u would round u's low bits away; both branches are within 7e-7 of it.
+    """
+    counter = (first_id // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = counter * 0
+    w0, w1, w2, w3 = philox4x32(
+        counter,
+        zero + position.to(tl.uint32),
+        zero + purpose.to(tl.uint32),
+        zero,
+        zero + seed.to(tl.uint32),
+        zero + (seed >> 32).to(tl.uint32),
+    )
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
+    u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    tail = 1 / 7 + u * (1 / 8 + u * (1 / 9 + u * (1 / 10)))
+    series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * tail))))))
+    return tl.where(u < 0.25, series, -_LN2 * log2_fast(1.0 - u))
+
+
+@triton.jit
+def race(weight, noise, column):
+    """Earliest time noise / weight and the lowest column that has it; infinite where no weight is positive."""
+    times = tl.where(weight > 0.0, noise / weight, float("inf"))
+    best = tl.min(times, axis=0)
+    return best, tl.min(tl.where(times == best, column, _NO_REJECTION), axis=0)
+
+
+@triton.jit
+def sparse_prob(ids_ptr, values_ptr, draft, scale, num_ids, PROBS: tl.constexpr, WIDTH: tl.constexpr):
+    """q of one token in a list of ids; the maximum and the inverse sum that its logits are normalised with."""
+    lane = tl.arange(0, WIDTH)
+    listed = lane < num_ids
+    ids = tl.load(ids_ptr + lane, mask=listed, other=-1)
+    if PROBS:
+        values = tl.load(values_ptr + lane, mask=listed, other=0.0).to(tl.float32)
+        peak, inverse = 0.0, 1.0
+    else:
+        values = tl.load(values_ptr + lane, mask=listed, other=float("-inf")).to(tl.float32)
+        peak, mass = sum_part(values, scale)
+        inverse = 1.0 / mass
+        values = tl.exp2((values - finite_or_zero(peak)) * scale) * inverse
+    return tl.sum(tl.where(ids == draft, values, 0.0), axis=0), peak, inverse

@@ -1,0 +1,177 @@
+"""Second launch of `dspark.kernels.rejection`: the exponential race for the one token that a request adds.
+
+How it works together with the first: `dspark.kernels.rejection_device`.
+"""
+
+from dspark.kernels import tl, triton
+from dspark.kernels.rejection_device import (
+    BAD_TARGET,
+    FOREIGN,
+    NO_REJECTION,
+    RECOVERY,
+    TARGET,
+    UNDRAWN,
+    exponent_scale,
+    finite_or_zero,
+    load_logits,
+    offered_run,
+    race,
+    token_noise,
+)
+
+_RECOVERY, _TARGET = tl.constexpr(RECOVERY), tl.constexpr(TARGET)
+_BAD_TARGET, _UNDRAWN, _FOREIGN = tl.constexpr(BAD_TARGET), tl.constexpr(UNDRAWN), tl.constexpr(FOREIGN)
+_NO_REJECTION = tl.constexpr(NO_REJECTION)
+
+
+@triton.jit
+def less_listed(weight, column, ids_ptr, values_ptr, low, scale, peak, inverse, num_ids,
+                PROBS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """weight [BLOCK] of the tokens from `low` on, less q of the listed ids among them, one id after the other."""
+    lane = tl.arange(0, WIDTH)
+    ids = tl.load(ids_ptr + lane, mask=lane < num_ids, other=-1)
+    # Place in the block and in the list in one number; the smallest that is left comes next.
+    key = tl.where((ids >= low) & (ids < low + BLOCK), (ids - low).to(tl.int32) * WIDTH + lane, _NO_REJECTION)
+    current = tl.min(key, axis=0)
+    while current < _NO_REJECTION:
+        value = tl.load(values_ptr + current % WIDTH).to(tl.float32)
+        if not PROBS:
+            value = tl.exp2((value - finite_or_zero(peak)) * scale) * inverse
+        weight = tl.where(column == low + current // WIDTH, weight - value, weight)
+        current = tl.min(tl.where(key > current, key, _NO_REJECTION), axis=0)
+    return weight
+
+
+@triton.jit
+def less_dense(weight, column, inside, at, scale, peak, inverse, PROBS: tl.constexpr):
+    """weight [BLOCK] less q over the vocabulary."""
+    if PROBS:
+        return weight - tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
+    return weight - tl.exp2((value - finite_or_zero(peak)) * scale) * inverse
+
+
+@triton.jit
+def race_again(logits_row, peak, scale, vocab_size, num_blocks, seed, position, purpose, winner, BLOCK: tl.constexpr):
+    """The race over p of a whole row by one block."""
+    best = float("inf")
+    for i in range(num_blocks):
+        column = i * BLOCK + tl.arange(0, BLOCK)
+        logits = load_logits(logits_row, column, column < vocab_size)
+        weight = tl.exp2((logits - finite_or_zero(peak)) * scale)
+        time, found = race(weight, token_noise(i * BLOCK, seed, position, purpose, BLOCK), column)
+        winner = tl.where(time < best, found, winner)
+        best = tl.minimum(time, best)
+    return winner
+
+
+@triton.jit
+def earliest(parts, winners_ptr, num_blocks, scale, greedy, PARTS: tl.constexpr):
+    """Maximum, earliest time and winner of a row from those of its parts."""
+    part = tl.arange(0, PARTS)
+    known = part < num_blocks
+    peaks = tl.load(parts + part, mask=known, other=float("-inf"), cache_modifier=".cg")
+    times = tl.load(parts + num_blocks + part, mask=known, other=float("inf"), cache_modifier=".cg")
+    winners = tl.load(winners_ptr + part, mask=known, other=_NO_REJECTION, cache_modifier=".cg")
+    peak = tl.max(peaks, axis=0)
+    # Times of parts with another maximum are in another unit.
+    if greedy:
+        times = tl.where(peaks == peak, times, float("inf"))
+    else:
+        times = times * tl.exp2((finite_or_zero(peak) - finite_or_zero(peaks)) * scale)
+        times = tl.where(peaks > float("-inf"), times, float("inf"))
+    best = tl.min(times, axis=0)
+    winner = tl.min(tl.where(times == best, winners, _NO_REJECTION), axis=0)
+    return peak, best, winner
+
+
+@triton.jit
+def write_results(
+    draft, winner, peak, num_accepted, run, request, batch, num_drafts, vocab_size, flags_ptr,
+    tokens_ptr, emitted_ptr, accepted_ptr, status_ptr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The row of every output that belongs to a request."""
+    lane = tl.arange(0, WIDTH)
+    emitted = tl.where(lane < num_accepted, draft, tl.where(lane == num_accepted, winner.to(tl.int64), -1))
+    tl.store(tokens_ptr + request.to(tl.int64) * (num_drafts + 1) + lane, emitted, mask=lane <= num_drafts)
+    tl.store(emitted_ptr + request, num_accepted + 1)
+    tl.store(accepted_ptr + request, num_accepted)
+    judged = (lane < run) & (lane <= num_accepted)
+    flags = tl.load(flags_ptr + lane * batch + request, mask=judged, other=0)
+    status = tl.max(flags & _BAD_TARGET, axis=0) | tl.max(flags & _UNDRAWN, axis=0)
+    status |= tl.where((peak > float("-inf")) & (peak < float("inf")), 0, _BAD_TARGET)
+    status |= tl.max(tl.where((lane == run) & (draft >= vocab_size), _FOREIGN, 0), axis=0)
+    tl.store(status_ptr + request, status)
+
+
+@triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks"])
+def emit_kernel(  # noqa: PLR0915 (one launch)
+    logits_ptr, drafts_ptr, starts_ptr, positions_ptr, temperature_ptr, seeds_ptr, slots_ptr, values_ptr, ids_ptr,
+    first_ptr, arrived_ptr, parts_ptr, winners_ptr, rows_ptr, flags_ptr,
+    tokens_ptr, emitted_ptr, accepted_ptr, status_ptr,
+    batch, num_drafts, vocab_size, num_ids, num_blocks,
+    logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
+    WIDTH: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Grid B * parts of the vocabulary."""
+    block, request = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    start = tl.load(starts_ptr + request).to(tl.int64)
+    count = tl.load(starts_ptr + request + 1) - start - 1
+    first = tl.load(first_ptr + request)
+    draft, run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)
+    num_accepted, rejected = tl.minimum(first, run), first < run
+    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    scale, greedy = exponent_scale(temperature), temperature == 0.0
+    seed, position = tl.load(seeds_ptr + request), tl.load(positions_ptr + start + num_accepted)
+    purpose = tl.where(rejected, _RECOVERY, _TARGET)
+    logits_row = logits_ptr + (start + num_accepted) * logits_stride
+    low = block * BLOCK
+    column = low + tl.arange(0, BLOCK)
+    inside = column < vocab_size
+    logits = load_logits(logits_row, column, inside)
+    residual = rejected & (not greedy) & HAS_Q
+    if greedy:
+        peak, time = tl.max(logits, axis=0), 1.0
+        winner = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0)
+    else:
+        if residual:
+            row = rows_ptr + (num_accepted * batch + request) * 4
+            peak, draft_peak, draft_inverse = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+            weight = tl.exp2((logits - finite_or_zero(peak)) * scale) * tl.load(row + 1)
+            place = tl.load(slots_ptr + request).to(tl.int64)
+            at = values_ptr + place * slot_stride + num_accepted * position_stride
+            ids = ids_ptr + place * ids_stride + num_accepted * ids_position_stride
+            if DENSE:
+                weight = less_dense(weight, column, inside, at, scale, draft_peak, draft_inverse, PROBS)
+            else:
+                weight = less_listed(
+                    weight, column, ids, at, low, scale, draft_peak, draft_inverse, num_ids, PROBS, BLOCK, IDS
+                )
+        else:
+            peak = tl.max(logits, axis=0)
+            weight = tl.exp2((logits - finite_or_zero(peak)) * scale)
+            if not HAS_Q:  # a rejected one-hot draft leaves the rest of p
+                token = tl.load(drafts_ptr + start + 1 + num_accepted, mask=rejected, other=-1)
+                weight = tl.where(column == token, 0.0, weight)
+        time, winner = race(weight, token_noise(low, seed, position, purpose, BLOCK), column)
+    parts = parts_ptr + request.to(tl.int64) * 2 * num_blocks
+    winners = winners_ptr + request.to(tl.int64) * num_blocks
+    tl.store(parts + block, peak)
+    tl.store(parts + num_blocks + block, time)
+    tl.store(winners + block, winner)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrived_ptr + request, 1)
+    if arrived < num_blocks - 1:
+        return
+    tl.store(arrived_ptr + request, 0)
+    tl.store(first_ptr + request, _NO_REJECTION)
+    peak, best, winner = earliest(parts, winners, num_blocks, scale, greedy, PARTS)
+    if residual & (best == float("inf")):
+        # Rounding left nothing of p above q: such a draft is as good as accepted, and p replaces it.
+        winner = race_again(logits_row, peak, scale, vocab_size, num_blocks, seed, position, purpose, winner, BLOCK)
+    winner = tl.minimum(winner, vocab_size - 1)  # a row of NaN must not give an id outside the vocabulary
+    write_results(
+        draft, winner, peak, num_accepted, run, request, batch, num_drafts, vocab_size, flags_ptr,
+        tokens_ptr, emitted_ptr, accepted_ptr, status_ptr, WIDTH,
+    )  # fmt: skip

@@ -1,0 +1,189 @@
+"""First launch of `dspark.kernels.rejection`: sums of target and draft rows, and a decision about every draft.
+
+How it works together with the second: `dspark.kernels.rejection_device`.
+"""
+
+from dspark.kernels import tl, triton
+from dspark.kernels.rejection_device import (
+    BAD_TARGET,
+    NO_REJECTION,
+    UNDRAWN,
+    acceptance_number,
+    exponent_scale,
+    finite_or_zero,
+    load_logits,
+    offered_run,
+    sparse_prob,
+    sum_part,
+    sum_whole,
+)
+
+_BAD_TARGET, _UNDRAWN = tl.constexpr(BAD_TARGET), tl.constexpr(UNDRAWN)
+_NO_REJECTION = tl.constexpr(NO_REJECTION)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dense_prob(at, token, logsumexp_ptr, parts, num_blocks, part, known, scale, PROBS: tl.constexpr,
+               STORED: tl.constexpr):  # fmt: skip
+    """q of a token in a row over the vocabulary; maximum and inverse sum that its logits are normalised with."""
+    q, peak, inverse = tl.load(at + token).to(tl.float32), 0.0, 1.0
+    if not PROBS:
+        if STORED:
+            peak = tl.load(logsumexp_ptr) * (_LOG2E / scale)
+        else:
+            peak, mass = sum_whole(parts + 2 * num_blocks, parts + 3 * num_blocks, part, known, scale)
+            inverse = 1.0 / mass
+        q = tl.exp2((q - finite_or_zero(peak)) * scale) * inverse
+    return q, peak, inverse
+
+
+@triton.jit
+def decide(token, token_logit, q, parts, num_blocks, part, known, scale, seed, position, greedy):
+    """Whether a draft is kept: at temperature 0 the lowest id of the largest logit, otherwise u q < p.
+
+    Also the row's maximum and its inverse sum; at temperature 0, instead of that, p of the draft.
+    """
+    peak, mass = sum_whole(parts, parts + num_blocks, part, known, scale)
+    inverse = 1.0 / mass
+    if greedy:
+        peaks = tl.load(parts + part, mask=known, other=float("-inf"), cache_modifier=".cg")
+        lowest = tl.load(parts + num_blocks + part, mask=known, other=0.0, cache_modifier=".cg")
+        kept = tl.min(tl.where(known & (peaks == peak), lowest, float("inf")), axis=0) == token.to(tl.float32)
+        inverse = tl.where(kept, 1.0, 0.0)
+    else:
+        p = tl.exp2((token_logit - finite_or_zero(peak)) * scale) * inverse
+        kept = acceptance_number(seed, position) * q < p.to(tl.float64)
+    return kept, peak, inverse
+
+
+@triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks", "logsumexp_stride", "early_exit"])
+def judge_kernel(  # noqa: PLR0915 (one launch)
+    logits_ptr, drafts_ptr, starts_ptr, positions_ptr, temperature_ptr, seeds_ptr,
+    slots_ptr, values_ptr, ids_ptr, logsumexp_ptr,
+    first_ptr, arrived_ptr, parts_ptr, rows_ptr, flags_ptr,
+    batch, num_drafts, vocab_size, num_ids, num_blocks,
+    logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride, logsumexp_stride,
+    early_exit,
+    WIDTH: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
+    STORED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Grid K * B * parts of the vocabulary: the parts of a row run together, slot after slot."""
+    block, line = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    slot, request = line // batch, line % batch
+    start = tl.load(starts_ptr + request).to(tl.int64)
+    count = tl.load(starts_ptr + request + 1) - start - 1
+    first = tl.load(first_ptr + request, volatile=True)
+    run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)[1]
+    if slot >= run:
+        return
+    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    scale, greedy = exponent_scale(temperature), temperature == 0.0
+    logits_row = logits_ptr + (start + slot) * logits_stride
+    at, place = values_ptr, tl.zeros((), tl.int64)
+    if HAS_Q:
+        place = tl.load(slots_ptr + request).to(tl.int64)
+        at += place * slot_stride + slot * position_stride
+    parts = parts_ptr + line.to(tl.int64) * 4 * num_blocks
+    wanted = (first >= slot) | (early_exit == 0)
+    if wanted:
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        inside = column < vocab_size
+        logits = load_logits(logits_row, column, inside)
+        if DENSE and not (PROBS or STORED):
+            draft_peak, draft_mass = sum_part(tl.load(at + column, mask=inside, other=float("-inf")), scale)
+            tl.store(parts + 2 * num_blocks + block, draft_peak)
+            tl.store(parts + 3 * num_blocks + block, draft_mass)
+        peak, mass = sum_part(logits, scale)
+        if greedy:  # no sum is needed; a float32 holds ids up to 2**24
+            mass = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0).to(tl.float32)
+        tl.store(parts + block, peak)
+        tl.store(parts + num_blocks + block, mass)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrived_ptr + line, 1)
+    if arrived < num_blocks - 1:
+        return
+    tl.store(arrived_ptr + line, 0)
+    if not wanted:
+        return
+    # Blocks that saw a rejection in an earlier slot have left their part out. What is written here is then wrong, and
+    # not read, because this slot lies past that rejection.
+    token = tl.load(drafts_ptr + start + 1 + slot)
+    token_logit = tl.load(logits_row + token).to(tl.float32)
+    part = tl.arange(0, PARTS)
+    known = part < num_blocks
+    q, draft_peak, draft_inverse, undrawn = 1.0, 0.0, 1.0, 0
+    if HAS_Q:
+        if DENSE:
+            stored_ptr = logsumexp_ptr + place * logsumexp_stride + slot
+            q, draft_peak, draft_inverse = dense_prob(
+                at, token, stored_ptr, parts, num_blocks, part, known, scale, PROBS, STORED
+            )
+        else:
+            ids = ids_ptr + place * ids_stride + slot * ids_position_stride
+            q, draft_peak, draft_inverse = sparse_prob(ids, at, token, scale, num_ids, PROBS, IDS)
+        undrawn = tl.where((q > 0.0) | greedy, 0, _UNDRAWN)
+    seed, position = tl.load(seeds_ptr + request), tl.load(positions_ptr + start + slot)
+    kept, peak, inverse = decide(token, token_logit, q, parts, num_blocks, part, known, scale, seed, position, greedy)
+    if not kept:
+        tl.atomic_min(first_ptr + request, slot)
+    row = rows_ptr + line * 4
+    tl.store(row, peak)
+    tl.store(row + 1, inverse)
+    tl.store(row + 2, draft_peak)
+    tl.store(row + 3, draft_inverse)
+    tl.store(flags_ptr + line, undrawn | tl.where((peak > float("-inf")) & (peak < float("inf")), 0, _BAD_TARGET))
+
+
+@triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks"])
+def overlap_kernel(
+    logits_ptr, drafts_ptr, starts_ptr, temperature_ptr, slots_ptr, values_ptr, ids_ptr, rows_ptr, parts_ptr,
+    batch, num_drafts, vocab_size, num_ids, num_blocks,
+    logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
+    WIDTH: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
+    BLOCK: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """sum(min(p, q)) of a part of every offered row, after `judge_kernel` without early exit; NaN where not offered.
+
+    Grid as there. A listed q, and a draft's own q of 1, are summed by the first block.
+    """
+    block, line = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    slot, request = line // batch, line % batch
+    start = tl.load(starts_ptr + request).to(tl.int64)
+    count = tl.load(starts_ptr + request + 1) - start - 1
+    run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)[1]
+    out = parts_ptr + (request * num_drafts + slot).to(tl.int64) * num_blocks + block
+    if slot >= run:
+        tl.store(out, float("nan"))
+        return
+    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    scale = exponent_scale(temperature)
+    row = rows_ptr + line * 4
+    peak, inverse = finite_or_zero(tl.load(row)), tl.load(row + 1)
+    if temperature == 0.0:
+        tl.store(out, tl.where(block == 0, inverse, 0.0))
+        return
+    draft_peak, draft_inverse = finite_or_zero(tl.load(row + 2)), tl.load(row + 3)
+    if HAS_Q:
+        place = tl.load(slots_ptr + request).to(tl.int64)
+        at = values_ptr + place * slot_stride + slot * position_stride
+        if DENSE:
+            column = block * BLOCK + tl.arange(0, BLOCK)
+            inside = column < vocab_size
+            q = tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
+        else:
+            lane = tl.arange(0, IDS)
+            inside = lane < tl.where(block == 0, num_ids, 0)
+            ids = ids_ptr + place * ids_stride + slot * ids_position_stride
+            column = tl.load(ids + lane, mask=inside, other=0)
+            q = tl.load(at + lane, mask=inside, other=0.0).to(tl.float32)
+        if not PROBS:
+            q = tl.exp2((q - draft_peak) * scale) * draft_inverse
+    else:
+        lane = tl.arange(0, WIDTH)
+        inside = lane < tl.where(block == 0, 1, 0)
+        column = tl.load(drafts_ptr + start + 1 + slot + lane, mask=inside, other=0)
+        q = tl.full((WIDTH,), 1.0, tl.float32)
+    logits = tl.load(logits_ptr + (start + slot) * logits_stride + column, mask=inside, other=float("-inf"))
+    p = tl.exp2((logits.to(tl.float32) - peak) * scale) * inverse
+    tl.store(out, tl.sum(tl.where(inside, tl.minimum(p, q), 0.0), axis=0))
