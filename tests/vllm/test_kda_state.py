@@ -154,7 +154,7 @@ def test_rows_stay_where_they_are():
 def test_refusals():
     pages = ConvPages(draw(3, 8, 5, seed=1), draw(2, 8, seed=2))
     rows = kda_state.verify_rows_ref(torch.tensor([1]), torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match="page of 5 columns is too short for 4 tokens .*: it takes 6"):
+    with pytest.raises(ValueError, match=r"page of 5 columns is too short for 4 tokens .*: it takes 6"):
         conv_verify(draw(4, 8, seed=3), draw(8, 4, seed=4), pages, rows, 4)
     with pytest.raises(ValueError, match="layer 1 has pages"):
         ConvTable([pages, ConvPages(draw(3, 8, 6, seed=1), pages.spare)], 4)
