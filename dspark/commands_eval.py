@@ -78,7 +78,7 @@ def list_variants(options: argparse.Namespace) -> list[Variant]:
                 single.num_draft_tokens = num_draft_tokens
             words = [label] if len(labels) > 1 else []
             words += [f"K={num_draft_tokens}"] if len(values["num_draft_tokens"]) > 1 else []
-            variants.append(Variant(" ".join(words) or "run", single))
+            variants.append(Variant("_".join(words) or "run", single))
     return variants
 
 

@@ -166,8 +166,11 @@ def _events(requests: Sequence[Sequence[StepRecord]]) -> tuple[np.ndarray, np.nd
     counts = np.array([judged_counts(step) for step in steps], dtype=np.int64).reshape(-1, 2)
     offered, accepted = counts.T
     logits = np.zeros((len(steps), int(offered.max(initial=0))))
-    for row, step in enumerate(steps):
-        logits[row, : offered[row]] = _logit(np.array(step.confidence[: offered[row]]))
+    judged = np.arange(logits.shape[1]) < offered[:, None]
+    confidences = [
+        value for step, count in zip(steps, offered.tolist(), strict=True) for value in step.confidence[:count]
+    ]
+    logits[judged] = _logit(np.array(confidences, dtype=np.float64))
     return logits, accepted, offered
 
 
