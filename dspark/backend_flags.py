@@ -11,12 +11,13 @@ from dspark.vllm.backends import EngineBackend, ServerBackend, check_installed
 
 # Flags that mean nothing where vLLM runs the models, each with its reason.
 WITH_ENDPOINT = dict.fromkeys(
-    ("drafter", "plain", "layout", "dtype", "device", "num_draft_tokens", "drafting"),
+    ("drafter", "plain", "layout", "dtype", "device", "num_draft_tokens", "drafting", "schedule"),
     "the server was started with its own",
 )
 WITH_ENGINE = {
     "layout": "inside vLLM a checkpoint has to state its layout",
     "device": "vLLM runs on the device that it was built for",
+    "schedule": "vLLM decides by its own adaptive verification how much it verifies",
 }
 
 

@@ -345,6 +345,12 @@ def _add_sampling_flags(parser: argparse.ArgumentParser, repeatable: bool = Fals
         metavar="K",
         help="drafts a step; default: all it was trained for" + _REPEATABLE * repeatable,
     )
+    group.add_argument(
+        "--schedule",
+        metavar="FILE|threshold:P",
+        help="choose in each step how many drafts to verify: by a cost table of `dspark profile`, or while the chance "
+        "that they survive is at least P; default: all of them",
+    )
     _add_distribution_flags(group)
     _add_json_flag(parser)
 

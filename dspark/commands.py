@@ -28,6 +28,7 @@ from dspark.evals.settings import library_versions
 from dspark.loop import generate as run_loop
 from dspark.records import Generation, StepRecord
 from dspark.sampling import SamplingParams
+from dspark.schedule import describe_schedule, parse_schedule
 from dspark.target import HFTarget
 from dspark.terminal import MarkedWriter, acceptance_lines, marks_for, say
 
@@ -64,6 +65,8 @@ def generate(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     given = given_options(options, SamplingParams)
     params = SamplingParams(**{"temperature": 0.0, "seed": secrets.randbits(SEED_BITS), **given})
+    chosen = getattr(options, "schedule", None)
+    schedule = parse_schedule(chosen)  # a wrong value must not cost the loading of two models
     pair = load_pair(options)
     assert pair.drafter is not None, "only eval has --plain"
     prompt_format = resolve_prompt_format(pair.target, "raw" if options.no_chat else "auto")
@@ -74,11 +77,13 @@ def generate(options: argparse.Namespace) -> int:
     }
 
     _warm_up(pair, prompt_ids, params, loop_options)
+    described = {**loop_options, "schedule": describe_schedule(chosen)}
+    loop_options["schedule"] = schedule
     shown = None if options.json else MarkedWriter(pair.target.decode, sys.stdout)
     drafted = _timed_run(pair.target, pair.drafter, prompt_ids, params, loop_options, shown)
     plain = _timed_run(pair.target, None, prompt_ids, params, {}, None) if options.compare else None
     if options.json:
-        settings = {"prompt_format": prompt_format.mode, **loop_options}
+        settings = {"prompt_format": prompt_format.mode, **described}
         report = _generation_report(pair, drafted, plain, params)
         print(json.dumps({"command": "generate", **settings, **report}))
         return 0

@@ -35,6 +35,7 @@ of it. `step_streams` therefore gives every step of a scheduled run draft noise 
 Source: DSpark, arXiv:2607.05147, section 3 (Algorithm 1), section 5.2 and appendix A.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -246,12 +247,14 @@ def step_streams(streams: Streams, anchor_positions: torch.Tensor) -> Streams:
     return Streams(bits.to(torch.int64))
 
 
-def parse_schedule(text: str) -> Schedule:
-    """A schedule from the command line: "threshold:0.3", or the cost table that `dspark profile` wrote.
+def parse_schedule(text: str | None) -> Schedule | None:
+    """A schedule from the command line: "threshold:0.3", or the cost table that `dspark profile` wrote. None is none.
 
     Raises:
         ValueError: neither, or the file is no cost table.
     """
+    if text is None:
+        return None
     kind, _, value = text.partition(":")
     if kind == "threshold":
         try:
@@ -263,3 +266,10 @@ def parse_schedule(text: str) -> Schedule:
             f"--schedule {text!r} is neither threshold:P nor a file; `dspark profile --out FILE` makes a cost table"
         )
     return ThroughputSchedule(CostTable.load(text))
+
+
+def describe_schedule(text: str | None) -> str | None:
+    """`text` for a report; a file with the start of its SHA-256, by which two tables of one name are told apart."""
+    if text is None or not Path(text).is_file():
+        return text
+    return f"{text} (sha256 {hashlib.sha256(Path(text).read_bytes()).hexdigest()[:12]})"

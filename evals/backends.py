@@ -9,6 +9,7 @@ from dspark.evals.settings import EvalSettings, describe_drafter, describe_targe
 from dspark.loop import generate
 from dspark.records import Generation
 from dspark.sampling import SamplingParams
+from dspark.schedule import describe_schedule, parse_schedule
 from dspark.target import HFTarget
 
 OnFinish = Callable[[int, Generation], None]
@@ -64,7 +65,10 @@ class LoopBackend:
             num_draft_tokens = self.drafter.config.max_draft_tokens if chosen is None else chosen
         return {
             "backend": {"name": "dspark", "not_reported": []},
-            "options": {"num_draft_tokens": num_draft_tokens},
+            "options": {
+                "num_draft_tokens": num_draft_tokens,
+                "schedule": None if self.drafter is None else describe_schedule(self.settings.schedule),
+            },
             "target": describe_target(self.target),
             "drafter": None if self.drafter is None else describe_drafter(self.drafter),
             "verification": VERIFICATION,
@@ -82,6 +86,7 @@ class LoopBackend:
             num_draft_tokens=None if self.drafter is None else self.settings.num_draft_tokens,
             drafting=self.settings.drafting,
             draft_truncation=self.settings.draft_truncation,
+            schedule=None if self.drafter is None else parse_schedule(self.settings.schedule),
             max_batch_size=self.settings.batch_size,
             on_finish=on_finish,
         )

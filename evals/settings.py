@@ -21,6 +21,7 @@ from dspark.config import DrafterConfig
 from dspark.drafter import Drafter
 from dspark.evals.datasets import PROMPT_MODES, Dataset, PromptFormat
 from dspark.sampling import Drafting, SamplingParams
+from dspark.schedule import parse_schedule
 from dspark.target import HFTarget
 
 DISTRIBUTIONS = ("torch", "transformers", "numpy")
@@ -32,8 +33,8 @@ class EvalSettings:
     """Options of an evaluation. Every data set is run at every temperature, one result row each.
 
     `num_draft_tokens` None means the drafter's maximum; `limit` None every prompt; `prompt_mode` and `thinking` are
-    those of `resolve_prompt_format`. `target_name` and `drafter_name` say in words where the models came from; they
-    are only recorded.
+    those of `resolve_prompt_format`; `schedule` is text for `parse_schedule`, None verifies every draft. `target_name`
+    and `drafter_name` say in words where the models came from; they are only recorded.
     """
 
     datasets: tuple[str, ...] = ("default",)
@@ -45,6 +46,7 @@ class EvalSettings:
     num_draft_tokens: int | None = None
     drafting: Drafting = "probabilistic"
     draft_truncation: bool = True
+    schedule: str | None = None
     max_new_tokens: int = 256
     ignore_eos: bool = False
     seed: int = 0
@@ -78,6 +80,7 @@ class EvalSettings:
                 raise ValueError(f"{field} must be one of {expected}, got {getattr(self, field)!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
+        parse_schedule(self.schedule)
         for temperature in self.temperatures:
             self.sampling_params(temperature, seed=0)
 

@@ -1,0 +1,86 @@
+"""`dspark profile`, `dspark convert` and `dspark doctor`: tools around a drafter. Options not given are absent."""
+
+import argparse
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.commands import load_pair
+from dspark.cost import CostTable
+from dspark.evals.settings import describe_drafter, describe_target, library_versions, source_commit
+from dspark.profile import ProfileSettings
+from dspark.profile import profile as run_profile
+from dspark.terminal import say
+
+GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def profile(options: argparse.Namespace) -> int:
+    """`dspark profile`."""
+    given = {
+        field.name: getattr(options, field.name) for field in fields(ProfileSettings) if hasattr(options, field.name)
+    }
+    if hasattr(options, "batch_size"):
+        given["batch_sizes"] = tuple(options.batch_size)
+    settings = ProfileSettings(**given)  # a wrong value must not cost the loading of two models
+    pair = load_pair(options)
+    assert pair.drafter is not None, "only eval has --plain"
+    if "batch_sizes" not in given and pair.target.device.type == "cuda":
+        settings = replace(settings, batch_sizes=GPU_BATCH_SIZES)
+    table = run_profile(pair.target, pair.drafter, settings, report=say)
+    described = {
+        "target": pair.target_name,
+        "drafter": pair.drafter_name,
+        "target_config": describe_target(pair.target),
+        "drafter_config": describe_drafter(pair.drafter),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "device": _device_name(pair.target.device),
+        "threads": torch.get_num_threads(),
+        "versions": library_versions(),
+        "commit": source_commit(),
+    }
+    table = CostTable(table.points, {**table.settings, **described})
+    table.save(options.out)
+    if options.json:
+        print(json.dumps({"command": "profile", **json.loads(Path(options.out).read_text(encoding="utf-8"))}))
+        return 0
+    print(format_cost(table))
+    print(f"{options.out}: use it with --schedule {options.out} on this machine and this pair")
+    return 0
+
+
+def format_cost(table: CostTable) -> str:
+    """A row per number of requests: milliseconds of a plain step and of drafted steps by drafts verified, with the half
+    width of the middle half of the measurements in per cent.
+    """
+    longest = max(point.num_rows for point in table.points) - 1
+    header = ["requests", "plain", *(str(k) for k in range(longest + 1))]
+    rows = [header]
+    for size in table.num_requests:
+        here: dict[Any, str] = {}
+        for point in table.points:
+            if point.num_requests == size:
+                spread = 50 * (point.high - point.low) / point.seconds
+                here[point.num_rows - 1 if point.drafted else "plain"] = f"{point.seconds * 1e3:.1f} ±{spread:.0f}%"
+        rows.append([str(size), here["plain"], *(here.get(k, "") for k in range(longest + 1))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(["milliseconds a step, by drafts verified of each request", *lines])
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_name()
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "cpu"

@@ -1,0 +1,158 @@
+"""Time the generation loop's step against the number of verified drafts: the cost table that schedules read.
+
+What is timed is the whole step of `dspark.generate`: drafting, the target's pass, both distributions, rejection
+sampling, commits, and the host between them; a sum of parts measured alone would miss how they overlap. A schedule that
+goes through the lengths in random order runs in the loop and looks at the clock between steps, so a slow minute of the
+machine meets all lengths alike. Every repeat starts from fresh prompts, so contexts stay near the length asked for.
+"""
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from dspark.cost import CostPoint, CostTable
+from dspark.drafter import Drafter
+from dspark.loop import generate
+from dspark.sampling import SamplingParams
+from dspark.schedule import Schedule
+from dspark.target import HFTarget
+
+WARM_UP_STEPS = 2
+PLAIN = -1  # in place of a length: a step without drafter
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What to time.
+
+    Attributes:
+        batch_sizes: numbers of requests that run together.
+        num_draft_tokens: the most drafts per request, from 0 to which all are timed; None is the trained maximum.
+        context: tokens in each prompt.
+        temperature: of the requests; 0 skips the work of sampling.
+        repeats: timed steps of each kind.
+        seed: of prompts and order.
+
+    Raises:
+        ValueError: a value is below its minimum.
+    """
+
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    num_draft_tokens: int | None = None
+    context: int = 128
+    temperature: float = 1.0
+    repeats: int = 7
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes or min(self.batch_sizes) < 1 or len(set(self.batch_sizes)) < len(self.batch_sizes):
+            raise ValueError(f"batch_sizes={self.batch_sizes}: expected different numbers of at least 1")
+        for name, least in (("context", 1), ("repeats", 3), ("temperature", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+
+def profile(
+    target: HFTarget,
+    drafter: Drafter,
+    settings: ProfileSettings,
+    report: Callable[[str], None] = lambda line: None,
+) -> CostTable:
+    """Measure a cost table on this machine.
+
+    Args:
+        target: the target.
+        drafter: the drafter, with a confidence head (without one nothing could be scheduled).
+        settings: what to time.
+        report: called with a line of progress per batch size.
+
+    Raises:
+        ValueError: the prompts leave no room within the target's positions, or K is outside the trained range.
+    """
+    longest = settings.num_draft_tokens if settings.num_draft_tokens is not None else drafter.config.max_draft_tokens
+    num_steps = WARM_UP_STEPS + longest + 2
+    room = min(target.max_positions, drafter.config.max_position_embeddings - drafter.config.block_size)
+    if settings.context + num_steps * (longest + 1) > room:
+        raise ValueError(
+            f"context={settings.context} leaves no room for {num_steps} steps of {longest + 1} tokens within {room} "
+            "positions: give a shorter one"
+        )
+    points = []
+    for batch_size in sorted(settings.batch_sizes):
+        seconds = time_steps(target, drafter, batch_size, longest, settings)
+        points += [_point(batch_size, kind, times) for kind, times in sorted(seconds.items())]
+        full, plain = (np.median(seconds[kind]) * 1e3 for kind in (longest, PLAIN))
+        report(f"{batch_size} requests: {plain:.1f} ms a plain step, {full:.1f} ms with {longest} drafts verified")
+    return CostTable(tuple(points), asdict(settings) | {"num_draft_tokens": longest})
+
+
+def time_steps(
+    target: HFTarget, drafter: Drafter, batch_size: int, longest: int, settings: ProfileSettings
+) -> dict[int, list[float]]:
+    """Seconds of steps by drafts verified, 0..longest, and `PLAIN`; `settings.repeats` of each."""
+    rng = random.Random(settings.seed)
+    seconds: dict[int, list[float]] = defaultdict(list)
+    kinds = [PLAIN, *range(longest + 1)]
+    for _ in range(settings.repeats):
+        order = rng.sample(kinds, len(kinds))
+        sweep = _Sweep([longest, PLAIN, *order], target.device)
+        prompts = [[rng.randrange(target.vocab_size) for _ in range(settings.context)] for _ in range(batch_size)]
+        params = [
+            SamplingParams(
+                temperature=settings.temperature,
+                seed=rng.getrandbits(63),
+                max_new_tokens=target.max_positions,
+                ignore_eos=True,
+            )
+            for _ in prompts
+        ]
+        with suppress(SweepOver):
+            generate(
+                target, drafter, prompts, params, num_draft_tokens=longest, schedule=sweep, max_batch_size=batch_size
+            )
+        for kind, duration in list(sweep.durations())[WARM_UP_STEPS:]:
+            seconds[kind].append(duration)
+    return seconds
+
+
+class SweepOver(Exception):
+    """All lengths were run; the generation is of no further use."""
+
+
+class _Sweep(Schedule):
+    """Runs a list of lengths, one a step, and notes when each step began."""
+
+    def __init__(self, order: Sequence[int], device: torch.device) -> None:
+        self.order, self.device = list(order), device
+        self.started: list[float] = []
+
+    def plan(self, limits: Sequence[int]) -> int:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.started.append(time.perf_counter())
+        if len(self.started) > len(self.order):
+            raise SweepOver
+        return 0 if self._now == PLAIN else max(limits)
+
+    def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
+        return [min(self._now, limit) for limit in limits]
+
+    @property
+    def _now(self) -> int:
+        return self.order[len(self.started) - 1]
+
+    def durations(self) -> Iterator[tuple[int, float]]:
+        """(length, seconds) of every step."""
+        for kind, begin, end in zip(self.order, self.started, self.started[1:], strict=False):
+            yield kind, end - begin
+
+
+def _point(batch_size: int, kind: int, times: Sequence[float]) -> CostPoint:
+    low, median, high = (float(value) for value in np.quantile(times, [0.25, 0.5, 0.75]))
+    return CostPoint(batch_size, 1 + max(kind, 0), kind != PLAIN, median, low, high, len(times))

@@ -1,0 +1,92 @@
+"""`dspark profile` on a tiny pair: every kind of step is timed as often as was asked for, and the table schedules."""
+
+import json
+
+import pytest
+from pairs import drafter_config, tiny_drafter, tiny_target
+from tiny_target import write_counting_pair
+
+from dspark import SamplingParams, generate
+from dspark.cli import main
+from dspark.cost import CostTable
+from dspark.profile import PLAIN, ProfileSettings, SweepOver, _Sweep, profile, time_steps
+from dspark.schedule import ThroughputSchedule
+
+
+@pytest.fixture
+def pair():
+    target = tiny_target()
+    return target, tiny_drafter(drafter_config(), target)
+
+
+def test_every_kind_of_step_is_timed(pair):
+    seconds = time_steps(*pair, 2, 3, ProfileSettings(context=5, repeats=3))
+    assert {kind: len(times) for kind, times in seconds.items()} == dict.fromkeys([PLAIN, 0, 1, 2, 3], 3)
+    assert all(time > 0 for times in seconds.values() for time in times)
+
+
+def test_a_sweep_verifies_what_it_says(pair):
+    target, drafter = pair
+    sweep = _Sweep([4, PLAIN, 0, 2, 1], target.device)
+    params = SamplingParams(temperature=0, max_new_tokens=30)
+    with pytest.raises(SweepOver):
+        generate(target, drafter, [[1, 2], [3]], params, schedule=sweep)
+    assert [kind for kind, _ in sweep.durations()] == [4, PLAIN, 0, 2, 1]
+
+
+def test_the_table_has_quartiles_and_settings_and_is_used(pair):
+    target, drafter = pair
+    lines = []
+    table = profile(target, drafter, ProfileSettings(batch_sizes=(2, 1), context=5, repeats=3), lines.append)
+    assert table.num_requests == (1, 2)
+    assert len(table.points) == 2 * (1 + 5)
+    assert all(point.low <= point.seconds <= point.high and point.repeats == 3 for point in table.points)
+    assert table.settings["context"] == 5
+    assert len(lines) == 2
+    plain = generate(target, None, [[1, 2, 3]], SamplingParams(temperature=0, max_new_tokens=20))
+    scheduled = generate(
+        target,
+        drafter,
+        [[1, 2, 3]],
+        SamplingParams(temperature=0, max_new_tokens=20),
+        schedule=ThroughputSchedule(table),
+    )
+    assert scheduled[0].token_ids == plain[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_sizes": ()}, "expected different numbers"),
+        ({"batch_sizes": (2, 2)}, "expected different numbers"),
+        ({"batch_sizes": (0,)}, "expected different numbers"),
+        ({"repeats": 2}, "repeats=2 must be at least 3"),
+        ({"context": 0}, "context=0 must be at least 1"),
+    ],
+)
+def test_settings_that_time_nothing_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ProfileSettings(**changes)
+
+
+def test_a_context_without_room_is_refused(pair):
+    with pytest.raises(ValueError, match="leaves no room for 8 steps of 5 tokens within 252"):
+        profile(*pair, ProfileSettings(context=240))
+
+
+def test_the_command_writes_a_table_that_generate_and_eval_take(tmp_path, capsys):
+    target, drafter = map(str, write_counting_pair(tmp_path))
+    out = tmp_path / "cost.json"
+    options = ["--out", str(out), "--batch-size", "1", "2", "--context", "4", "--repeats", "3", "--json"]
+    assert main(["profile", target, drafter, *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["command"] == "profile"
+    assert report["settings"]["dtype"] == "float32"
+    assert CostTable.load(out).num_requests == (1, 2)
+
+    pair = ["--target", target, "--drafter", drafter, "--json", "--max-new-tokens", "12"]
+    for schedule in (str(out), "threshold:0.1"):
+        assert main(["generate", "--prompt", "ab", "--no-chat", "--schedule", schedule, *pair]) == 0
+        assert json.loads(capsys.readouterr().out)["schedule"].startswith(schedule)
+    assert main(["generate", "--prompt", "ab", "--no-chat", "--schedule", "threshold:7", *pair]) == 2
+    assert "no probability" in capsys.readouterr().err
