@@ -37,7 +37,7 @@ def profile(options: argparse.Namespace) -> int:
         "target_config": describe_target(pair.target),
         "drafter_config": describe_drafter(pair.drafter),
         "dtype": str(pair.target.dtype).removeprefix("torch."),
-        "device": _device_name(pair.target.device),
+        "device": device_name(pair.target.device),
         "threads": torch.get_num_threads(),
         "versions": library_versions(),
         "commit": source_commit(),
@@ -71,9 +71,10 @@ def format_cost(table: CostTable) -> str:
     return "\n".join(["milliseconds a step, by drafts verified of each request", *lines])
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The processor behind a device, by its maker's name where that can be told."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return torch.cuda.getdevice_name(device)
     return _cpu_name()
 
 
