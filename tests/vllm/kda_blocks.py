@@ -168,7 +168,7 @@ class Served:
 
     def verify(self, plan, drafted, rows, total) -> None:
         spare_tokens = 3  # a graph is captured for more tokens than there are
-        for i, (layer, pages) in enumerate(zip(self.layers, self.pages, strict=True)):
+        for i, layer in enumerate(self.layers):
             packed = {
                 name: torch.cat(
                     [getattr(drafted[index][i], name) for index, _, _ in plan]
@@ -177,12 +177,9 @@ class Served:
                 for name in ("qkv", "gate", "beta")
             }
             wide = torch.cat([packed["qkv"], packed["qkv"][:, :5]], 1)[:, :CHANNELS]  # a view of a wider projection
-            mixed = conv_verify(wide, self.weight, pages, rows, self.window)
-            query, key, value = (x.unflatten(-1, (HEADS, DIM))[None] for x in mixed.split(HEADS * DIM, dim=-1))
             beta = torch.cat([packed["beta"], packed["beta"]], 1)[:, :HEADS]
             out = torch.full((1, total + spare_tokens, HEADS, DIM), 7.0, dtype=self.dtype)
-            tokens = Tokens(query, key, value, packed["gate"][None], beta[None])
-            result = kda_verify(tokens, layer, rows, deferred=False, out=out)
+            result = self.layer_outputs(i, wide, packed["gate"][None], beta[None], rows, out)
             assert result.data_ptr() == out.data_ptr()
             assert torch.equal(out[:, total:], torch.full_like(out[:, total:], 7.0)), "wrote beyond the last row"
             first = 0
@@ -192,6 +189,18 @@ class Served:
                 expected = oracle(drafted[index][i], self.weight, layer.gate, before).outputs
                 close(out[0, first : first + count], expected, self.error)
                 first += count
+
+    def layer_outputs(self, i, mixed_qkv, gate, beta, rows, out):
+        """Verify one layer's packed tokens into `out`."""
+        mixed = conv_verify(mixed_qkv, self.weight, self.pages[i], rows, self.window)
+        query, key, value = (x.unflatten(-1, (HEADS, DIM))[None] for x in mixed.split(HEADS * DIM, dim=-1))
+        return kda_verify(Tokens(query, key, value, gate, beta), self.layers[i], rows, deferred=False, out=out)
+
+    def fold(self, accepted, indices, starts, requests, blocks) -> None:
+        """Commit all layers."""
+        step = self.step_rows.commit(accepted, indices, starts, requests, blocks)
+        self.conv_table.commit(step)
+        kda_commit(self.table, step.rows, step.num_records, destinations=step.destinations, boundary=step.boundary)
 
     def snapshot(self):
         return [
@@ -231,10 +240,8 @@ class Served:
             table[request] = torch.tensor(self.blocks[index])
         requests = torch.tensor(order + [0] * padding, dtype=torch.int32) if with_requests else None
         blocks = AlignedBlocks(table, computed, self.align) if self.align else None
-        step = self.step_rows.commit(accepted, indices, starts, requests, blocks)
         before = self.snapshot()
-        self.conv_table.commit(step)
-        kda_commit(self.table, step.rows, step.num_records, destinations=step.destinations, boundary=step.boundary)
+        self.fold(accepted, indices, starts, requests, blocks)
         changed = set()
         for index, _, kept in plan:
             changed |= self.keep(index, kept)
