@@ -1,0 +1,125 @@
+"""`dspark quality`: score drafters on a target's states, and say whether they meet what is required of them.
+
+The exit status is 0, 1 where a requirement is not met, 2 for a mistake in the command.
+"""
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from dspark.checkpoint import load_drafter
+from dspark.commands import load_pair
+from dspark.default import cache_folder, default_drafter_path
+from dspark.drafter import Drafter
+from dspark.evals.quality import QualityOptions, QualityRow, score_drafters, write_results
+from dspark.evals.quality_report import format_quality
+from dspark.evals.requirements import check_positions, check_requirements, parse_requirement
+from dspark.evals.settings import EvalSettings
+from dspark.target import HFTarget
+from dspark.terminal import say
+
+log = logging.getLogger(__name__)
+
+EMBEDDED = "embedded"
+STATES_FOLDER = "target-states"
+BATCH_SIZE = {"cpu": 8, "cuda": 128}  # continuations decoded together, where none is given
+
+
+def quality(options: argparse.Namespace) -> int:
+    """`dspark quality`."""
+    requirements = [parse_requirement(text) for text in getattr(options, "require", [])]
+    given = {field.name: getattr(options, field.name) for field in fields(EvalSettings) if hasattr(options, field.name)}
+    given.pop("num_draft_tokens", None)
+    renamed = {"datasets": "dataset", "temperatures": "temperature"}
+    given |= {name: tuple(getattr(options, flag)) for name, flag in renamed.items() if hasattr(options, flag)}
+    settings = EvalSettings(**given)  # a wrong value must not cost the loading of models
+    scoring = QualityOptions(
+        num_draft_tokens=tuple(getattr(options, "num_draft_tokens", ())),
+        ablate=tuple(getattr(options, "ablate", ())),
+        completions=options.completions,
+        states=Path(options.states) if hasattr(options, "states") else cache_folder() / STATES_FOLDER,
+        keyed=not hasattr(options, "states"),
+    )
+    target, target_name, drafters = _load(options)
+    longest = max(scoring.num_draft_tokens, default=max(d.config.max_draft_tokens for d in drafters.values()))
+    check_positions(requirements, longest)
+    if not hasattr(options, "batch_size"):
+        settings = replace(settings, batch_size=BATCH_SIZE.get(target.device.type, EvalSettings.batch_size))
+    settings = replace(settings, target_name=target_name)
+    for name, drafter in drafters.items():
+        if "markov" in scoring.ablate and drafter.markov_head is None:
+            log.info("%s has no Markov head: there is nothing to switch off, and no row without it", name)
+    rows = score_drafters(target, drafters, settings, scoring)
+    outcomes = check_requirements(requirements, rows)
+    if hasattr(options, "out"):
+        write_results(Path(options.out), rows, [outcome.to_dict() for outcome in outcomes])
+    if options.json:
+        results = [row.to_dict() | {"seconds": row.seconds} for row in rows]
+        report = {"command": "quality", "rows": results, "requirements": [outcome.to_dict() for outcome in outcomes]}
+        print(json.dumps(report, allow_nan=False))
+    else:
+        print(format_quality(rows))
+        print(f"target: {target_name}")
+    for outcome in outcomes:
+        (say if options.json else print)(outcome.line)
+    _say_states(scoring.states, rows)
+    return 0 if all(outcome.met for outcome in outcomes) else 1
+
+
+def _say_states(folder: Path | None, rows: Sequence[QualityRow]) -> None:
+    passes = {(row.drafter, row.variant, row.dataset, row.temperature): row.seconds for row in rows}  # all K at once
+    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors")) if folder is not None else 0
+    say(f"scored in {sum(passes.values()):.1f} s; target states are kept in {folder} ({size / 2**20:.0f} MiB)")
+
+
+def _load(options: argparse.Namespace) -> tuple[HFTarget, str, dict[str, Drafter]]:
+    """The target, words on it, and the drafters by name.
+
+    Raises:
+        ValueError: one does not load, they do not fit together, or a drafter is named twice.
+    """
+    target, drafters = named_models(options.models, getattr(options, "target", None))
+    for drafter in drafters:
+        if drafters.count(drafter) > 1:
+            raise ValueError(f"drafter {drafter} is named twice: its rows could not be told apart")
+    first: dict[str, Any] = {name: value for name, value in vars(options).items() if name not in ("target", "drafter")}
+    first |= {} if target == EMBEDDED else {"target": target}
+    first |= {} if target == drafters[0] == EMBEDDED else {"drafter": _path(drafters[0])}
+    pair = load_pair(argparse.Namespace(**first))
+    assert pair.drafter is not None, "only eval has --plain"
+    loaded = [pair.drafter]
+    layout = getattr(options, "layout", None)
+    device, dtype = pair.target.device, pair.target.dtype
+    for name in drafters[1:]:
+        loaded.append(load_drafter(_path(name), target=pair.target, device=device, dtype=dtype, layout=layout))
+    return pair.target, pair.target_name, dict(zip(_labels(drafters), loaded, strict=True))
+
+
+def named_models(models: Sequence[str], target: str | None) -> tuple[str, list[str]]:
+    """Target and drafters that the words of a command name.
+
+    Args:
+        models: nothing, DRAFTER, or TARGET DRAFTER...; with `target`, drafters only.
+        target: value of --target.
+    """
+    if target is not None:
+        if not models:
+            raise ValueError(f"--target {target} needs a drafter: name one or more behind it")
+        return target, list(models)
+    if len(models) < 2:
+        return EMBEDDED, list(models) or [EMBEDDED]
+    return models[0], list(models[1:])
+
+
+def _path(name: str) -> str:
+    return str(default_drafter_path()) if name == EMBEDDED else name
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """The last part of each path, or the whole where that is not enough to tell them apart."""
+    short = [Path(name).name or name for name in names]
+    return short if len(set(short)) == len(short) else list(names)
