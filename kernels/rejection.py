@@ -20,6 +20,7 @@ from dspark.kernels.rejection_ref import MAX_LISTED, Block, DraftLaw, Verified, 
 __all__ = ["Block", "DraftLaw", "Verified", "Workspace", "raise_for_status", "verify", "verify_ref"]
 
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS, FLOATS = (torch.int32, torch.int64), (torch.float32, torch.float64)
 
 # (tokens a thread block reads, its warps) of the two launches.
 JUDGE_TILE = (4096, 4)
@@ -96,9 +97,8 @@ def verify(
 
     Source: `verify_ref`.
     """
-    batch, vocab_size = len(block.seeds), block.logits.shape[-1]
     _check(block, law, num_draft_tokens)
-    device = block.logits.device
+    batch, vocab_size, device = len(block.row_starts) - 1, block.logits.shape[1], block.logits.device
     if not (HAS_TRITON and device.type == "cuda"):
         return verify_ref(block, law, num_draft_tokens, overlap=overlap)
     out = Verified.empty(batch, num_draft_tokens, device) if out is None else out
@@ -119,38 +119,41 @@ def launch_verify(
 ) -> Verified:
     """The kernels, for K of `out` and at least one request. Same contract as `verify`."""
     batch, num_draft_tokens = out.tokens.shape[0], out.tokens.shape[1] - 1
-    logits, values, ids = block.logits, law.values, law.ids
-    vocab_size = logits.shape[1]
-    dense, sparse = values is not None and ids is None, ids is not None
-    slots = torch.arange(batch, device=logits.device) if values is not None and law.slots is None else law.slots
-    inputs = (logits, block.tokens, block.row_starts)
-    drawn_from = (slots if dense or sparse else block.tokens, values if dense or sparse else logits)
-    listed = ids if sparse else block.tokens
-    num_ids = ids.shape[2] if sparse else 0
-    sizes = (batch, num_draft_tokens, vocab_size, num_ids)
-    strides = (
-        logits.stride(0),
-        *(values.stride()[:2] if dense or sparse else (0, 0)),
-        *(ids.stride()[:2] if sparse else (0, 0)),
+    logits, vocab_size = block.logits, block.logits.shape[1]
+    unused = workspace.rows  # stands in for tensors that are not there
+    values = unused[:, None] if law.values is None else law.values
+    ids = unused[:, None] if law.ids is None else law.ids
+    stored = unused if law.logsumexp is None else law.logsumexp
+    rows = (logits, block.tokens, block.row_starts)
+    state = (unused if block.slots is None else block.slots, block.temperature)
+    draws = (
+        unused if law.slots is None else law.slots,
+        values,
+        ids,
+        block.temperature if law.temperature is None else law.temperature,
     )
-    constants = {
-        "WIDTH": max(16, triton.next_power_of_2(num_draft_tokens + 1)),
-        "HAS_Q": dense or sparse,
-        "DENSE": dense,
+    sizes = (batch, num_draft_tokens, vocab_size, 0 if law.ids is None else ids.shape[2])
+    strides = (logits.stride(0), *values.stride()[:2], *ids.stride()[:2])
+    forms = {
+        "STATES": block.slots is not None,
+        "SLOTS": law.slots is not None,
+        "HAS_Q": law.values is not None,
+        "DENSE": law.values is not None and law.ids is None,
         "PROBS": law.probs,
-        "IDS": max(16, triton.next_power_of_2(num_ids)),
+        "WIDTH": max(16, triton.next_power_of_2(num_draft_tokens + 1)),
+        "IDS": max(16, triton.next_power_of_2(sizes[3])),
     }
-    random = (block.positions, block.temperature, block.seeds)
     (judge_block, judge_warps), (emit_block, emit_warps) = JUDGE_TILE, EMIT_TILE
     judge_parts, emit_parts = triton.cdiv(vocab_size, judge_block), triton.cdiv(vocab_size, emit_block)
     judge_grid = (judge_parts * batch * num_draft_tokens,)
     if num_draft_tokens:
         judge_kernel[judge_grid](
-            *inputs,
-            *random,
-            *drawn_from,
-            listed,
-            law.logsumexp if law.logsumexp is not None else workspace.rows,
+            *rows,
+            block.positions,
+            *state,
+            block.seeds,
+            *draws,
+            stored,
             workspace.first,
             workspace.judge_arrived,
             workspace.judge_parts,
@@ -159,19 +162,20 @@ def launch_verify(
             *sizes,
             judge_parts,
             *strides,
-            law.logsumexp.stride(0) if law.logsumexp is not None else 0,
+            stored.stride(0),
             int(not overlap),
-            **constants,
+            **forms,
             STORED=law.logsumexp is not None,
             BLOCK=judge_block,
             PARTS=max(JUDGE_PARTS, triton.next_power_of_2(judge_parts)),
             num_warps=judge_warps,
         )
     emit_kernel[(emit_parts * batch,)](
-        *inputs,
-        *random,
-        *drawn_from,
-        listed,
+        *rows,
+        block.positions,
+        *state,
+        block.seeds,
+        *draws,
         workspace.first,
         workspace.emit_arrived,
         workspace.emit_parts,
@@ -185,7 +189,7 @@ def launch_verify(
         *sizes,
         emit_parts,
         *strides,
-        **constants,
+        **forms,
         BLOCK=emit_block,
         PARTS=max(EMIT_PARTS, triton.next_power_of_2(emit_parts)),
         num_warps=emit_warps,
@@ -195,16 +199,15 @@ def launch_verify(
     parts = torch.empty((batch, num_draft_tokens, judge_parts), dtype=torch.float32, device=logits.device)
     if num_draft_tokens:
         overlap_kernel[judge_grid](
-            *inputs,
-            block.temperature,
-            *drawn_from,
-            listed,
+            *rows,
+            *state,
+            *draws,
             workspace.rows,
             parts,
             *sizes,
             judge_parts,
             *strides,
-            **constants,
+            **forms,
             BLOCK=judge_block,
             num_warps=judge_warps,
         )
@@ -214,68 +217,60 @@ def launch_verify(
 
 def _check(block: Block, law: DraftLaw, num_draft_tokens: int) -> None:
     """Refuse what the kernels would read wrongly: shapes, dtypes and strides."""
-    batch, num_rows = len(block.seeds), block.logits.shape[0]
-    shapes = {
-        "tokens": (block.tokens, (num_rows,), (torch.int64,)),
-        "row_starts": (block.row_starts, (batch + 1,), (torch.int32, torch.int64)),
-        "positions": (block.positions, (num_rows,), (torch.int64,)),
-        "temperature": (block.temperature, (batch,), (torch.float32, torch.float64)),
-        "seeds": (block.seeds, (batch,), (torch.int64,)),
-    }
-    if law.slots is not None:
-        shapes["slots"] = (law.slots, (batch,), (torch.int32, torch.int64))
-    for name, (value, shape, dtypes) in shapes.items():
-        if value.shape != shape or value.dtype not in dtypes or not value.is_contiguous():
+    batch, num_rows = len(block.row_starts) - 1, block.logits.shape[0]
+    states = batch if block.slots is None else len(block.seeds)
+    shapes = [
+        ("tokens", block.tokens, num_rows, INTEGERS),
+        ("positions", block.positions, num_rows, (torch.int64,)),
+        ("row_starts", block.row_starts, batch + 1, INTEGERS),
+        ("temperature", block.temperature, states, FLOATS),
+        ("seeds", block.seeds, states, (torch.int64,)),
+        ("slots of the requests", block.slots, batch, INTEGERS),
+        ("slots of the drafts", law.slots, batch, INTEGERS),
+        ("temperature of the drafts", law.temperature, states, FLOATS),
+    ]
+    for name, value, length, dtypes in shapes:
+        if value is not None and (value.shape != (length,) or value.dtype not in dtypes or value.stride(0) != 1):
             expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise ValueError(
-                f"{name} must be contiguous {expected} {list(shape)}, got {value.dtype} {list(value.shape)}"
+                f"{name}: expected contiguous {expected} [{length}], got {value.dtype} {list(value.shape)}"
             )
     _check_rows("logits", block.logits, 2)
-    _check_law(law, num_draft_tokens, block.logits.shape[1])
+    if law.values is not None:
+        _check_values(law, law.values, num_draft_tokens, block.logits.shape[1])
+    elif law.ids is not None or law.logsumexp is not None:
+        raise ValueError("ids or logsumexp without values: a one-hot q has neither; pass the values they belong to")
 
 
 def _check_rows(name: str, value: torch.Tensor, ndim: int) -> None:
     if value.ndim != ndim or value.dtype not in ROW_DTYPES or value.stride(-1) != 1:
         raise ValueError(
-            f"{name} must have {ndim} dimensions, the last contiguous, in float32, bfloat16 or float16;"
+            f"{name}: expected {ndim} dimensions, the last contiguous, in float32, bfloat16 or float16;"
             f" got {value.dtype} {list(value.shape)} with strides {value.stride()}"
         )
 
 
-def _check_law(law: DraftLaw, num_draft_tokens: int, vocab_size: int) -> None:
-    if law.values is None:
-        if law.ids is not None or law.logsumexp is not None:
-            raise ValueError("ids or logsumexp without values: a one-hot q has neither; pass the values they belong to")
-        return
-    _check_rows("values", law.values, 3)
-    if law.values.shape[1] < num_draft_tokens:
+def _check_values(law: DraftLaw, values: torch.Tensor, num_draft_tokens: int, vocab_size: int) -> None:
+    _check_rows("values", values, 3)
+    shape, stored = list(values.shape), law.logsumexp
+    if shape[1] < num_draft_tokens:
         raise ValueError(
-            f"values has {law.values.shape[1]} positions a request, fewer than the {num_draft_tokens} drafts"
+            f"values {shape} hold {shape[1]} positions a request, fewer than the {num_draft_tokens} drafts"
         )
     if law.ids is None:
-        if law.values.shape[2] != vocab_size:
+        if shape[2] != vocab_size:
             raise ValueError(
-                f"values cover {law.values.shape[2]} tokens, the target {vocab_size}: cut the padding, or give the ids"
-                " of the columns"
+                f"values {shape} cover {shape[2]} tokens, the target {vocab_size}: cut the padding, or give the ids of"
+                " the columns"
             )
-    elif (
-        law.ids.shape != law.values.shape or law.ids.dtype not in (torch.int32, torch.int64) or law.ids.stride(-1) != 1
-    ):
-        raise ValueError(
-            f"ids must be int32 or int64 {list(law.values.shape)}, got {law.ids.dtype} {list(law.ids.shape)}"
-        )
-    elif law.ids.shape[2] > MAX_LISTED:
-        raise ValueError(
-            f"{law.ids.shape[2]} ids a row, at most {MAX_LISTED} are supported: pass q over the vocabulary"
-        )
-    if law.logsumexp is not None and (
-        law.probs
-        or law.ids is not None
-        or law.logsumexp.shape != law.values.shape[:2]
-        or law.logsumexp.dtype != torch.float32
-        or not law.logsumexp.is_contiguous()
-    ):
-        raise ValueError(
-            f"logsumexp must be contiguous float32 {list(law.values.shape[:2])}, of logits over the vocabulary;"
-            f" got {law.logsumexp.dtype} {list(law.logsumexp.shape)}"
-        )
+    elif list(law.ids.shape) != shape or law.ids.dtype not in INTEGERS or law.ids.stride(-1) != 1:
+        raise ValueError(f"ids: expected int32 or int64 {shape}, got {law.ids.dtype} {list(law.ids.shape)}")
+    elif shape[2] > MAX_LISTED:
+        raise ValueError(f"{shape[2]} ids a row, of at most {MAX_LISTED}: pass q over the vocabulary")
+    if stored is not None:
+        if law.probs or law.ids is not None:
+            raise ValueError(
+                "logsumexp belongs to logits over the vocabulary: q of probabilities or of a list needs none"
+            )
+        if list(stored.shape) != shape[:2] or stored.dtype != torch.float32 or stored.stride(1) != 1:
+            raise ValueError(f"logsumexp: expected float32 {shape[:2]}, got {stored.dtype} {list(stored.shape)}")

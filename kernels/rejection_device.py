@@ -74,10 +74,18 @@ def sum_whole(peak_ptr, mass_ptr, part, known, scale):
 
 
 @triton.jit
+def keyed(index_ptr, request, INDEXED: tl.constexpr):
+    """Row of a request in tensors that are kept by slot; its own number where they are not."""
+    if INDEXED:
+        return tl.load(index_ptr + request).to(tl.int64)
+    return request.to(tl.int64)
+
+
+@triton.jit
 def offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH: tl.constexpr):
     """Draft ids [WIDTH], and how many come before the first placeholder or id that is no token."""
     lane = tl.arange(0, WIDTH)
-    draft = tl.load(drafts_ptr + start + 1 + lane, mask=(lane < count) & (lane < num_drafts), other=-1)
+    draft = tl.load(drafts_ptr + start + 1 + lane, mask=(lane < count) & (lane < num_drafts), other=-1).to(tl.int64)
     return draft, tl.min(tl.where((draft >= 0) & (draft < vocab_size), WIDTH, lane), axis=0)
 
 

@@ -13,6 +13,7 @@ from dspark.kernels.rejection_device import (
     UNDRAWN,
     exponent_scale,
     finite_or_zero,
+    keyed,
     load_logits,
     offered_run,
     race,
@@ -106,13 +107,14 @@ def write_results(
 
 @triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks"])
 def emit_kernel(  # noqa: PLR0915 (one launch)
-    logits_ptr, drafts_ptr, starts_ptr, positions_ptr, temperature_ptr, seeds_ptr, slots_ptr, values_ptr, ids_ptr,
+    logits_ptr, drafts_ptr, starts_ptr, positions_ptr, states_ptr, temperature_ptr, seeds_ptr,
+    slots_ptr, values_ptr, ids_ptr, draft_temperature_ptr,
     first_ptr, arrived_ptr, parts_ptr, winners_ptr, rows_ptr, flags_ptr,
     tokens_ptr, emitted_ptr, accepted_ptr, status_ptr,
     batch, num_drafts, vocab_size, num_ids, num_blocks,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
-    WIDTH: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
+    STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """Grid B * parts of the vocabulary."""
     block, request = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
@@ -121,9 +123,10 @@ def emit_kernel(  # noqa: PLR0915 (one launch)
     first = tl.load(first_ptr + request)
     draft, run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)
     num_accepted, rejected = tl.minimum(first, run), first < run
-    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    state = keyed(states_ptr, request, STATES)
+    temperature = tl.load(temperature_ptr + state).to(tl.float32)
     scale, greedy = exponent_scale(temperature), temperature == 0.0
-    seed, position = tl.load(seeds_ptr + request), tl.load(positions_ptr + start + num_accepted)
+    seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + start + num_accepted)
     purpose = tl.where(rejected, _RECOVERY, _TARGET)
     logits_row = logits_ptr + (start + num_accepted) * logits_stride
     low = block * BLOCK
@@ -139,14 +142,15 @@ def emit_kernel(  # noqa: PLR0915 (one launch)
             row = rows_ptr + (num_accepted * batch + request) * 4
             peak, draft_peak, draft_inverse = tl.load(row), tl.load(row + 2), tl.load(row + 3)
             weight = tl.exp2((logits - finite_or_zero(peak)) * scale) * tl.load(row + 1)
-            place = tl.load(slots_ptr + request).to(tl.int64)
+            draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
+            place = keyed(slots_ptr, request, SLOTS)
             at = values_ptr + place * slot_stride + num_accepted * position_stride
             ids = ids_ptr + place * ids_stride + num_accepted * ids_position_stride
             if DENSE:
-                weight = less_dense(weight, column, inside, at, scale, draft_peak, draft_inverse, PROBS)
+                weight = less_dense(weight, column, inside, at, draft_scale, draft_peak, draft_inverse, PROBS)
             else:
                 weight = less_listed(
-                    weight, column, ids, at, low, scale, draft_peak, draft_inverse, num_ids, PROBS, BLOCK, IDS
+                    weight, column, ids, at, low, draft_scale, draft_peak, draft_inverse, num_ids, PROBS, BLOCK, IDS
                 )
         else:
             peak = tl.max(logits, axis=0)

@@ -11,6 +11,7 @@ from dspark.kernels.rejection_device import (
     acceptance_number,
     exponent_scale,
     finite_or_zero,
+    keyed,
     load_logits,
     offered_run,
     sparse_prob,
@@ -59,14 +60,14 @@ def decide(token, token_logit, q, parts, num_blocks, part, known, scale, seed, p
 
 @triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks", "logsumexp_stride", "early_exit"])
 def judge_kernel(  # noqa: PLR0915 (one launch)
-    logits_ptr, drafts_ptr, starts_ptr, positions_ptr, temperature_ptr, seeds_ptr,
-    slots_ptr, values_ptr, ids_ptr, logsumexp_ptr,
+    logits_ptr, drafts_ptr, starts_ptr, positions_ptr, states_ptr, temperature_ptr, seeds_ptr,
+    slots_ptr, values_ptr, ids_ptr, draft_temperature_ptr, logsumexp_ptr,
     first_ptr, arrived_ptr, parts_ptr, rows_ptr, flags_ptr,
     batch, num_drafts, vocab_size, num_ids, num_blocks,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride, logsumexp_stride,
     early_exit,
-    WIDTH: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
-    STORED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
+    STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
+    STORED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """Grid K * B * parts of the vocabulary: the parts of a row run together, slot after slot."""
     block, line = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
@@ -77,13 +78,13 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
     run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)[1]
     if slot >= run:
         return
-    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    state = keyed(states_ptr, request, STATES)
+    temperature = tl.load(temperature_ptr + state).to(tl.float32)
     scale, greedy = exponent_scale(temperature), temperature == 0.0
+    draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
     logits_row = logits_ptr + (start + slot) * logits_stride
-    at, place = values_ptr, tl.zeros((), tl.int64)
-    if HAS_Q:
-        place = tl.load(slots_ptr + request).to(tl.int64)
-        at += place * slot_stride + slot * position_stride
+    place = keyed(slots_ptr, request, SLOTS)
+    at = values_ptr + place * slot_stride + slot * position_stride
     parts = parts_ptr + line.to(tl.int64) * 4 * num_blocks
     wanted = (first >= slot) | (early_exit == 0)
     if wanted:
@@ -91,7 +92,8 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
         inside = column < vocab_size
         logits = load_logits(logits_row, column, inside)
         if DENSE and not (PROBS or STORED):
-            draft_peak, draft_mass = sum_part(tl.load(at + column, mask=inside, other=float("-inf")), scale)
+            draft_logits = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
+            draft_peak, draft_mass = sum_part(draft_logits, draft_scale)
             tl.store(parts + 2 * num_blocks + block, draft_peak)
             tl.store(parts + 3 * num_blocks + block, draft_mass)
         peak, mass = sum_part(logits, scale)
@@ -108,7 +110,7 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
         return
     # Blocks that saw a rejection in an earlier slot have left their part out. What is written here is then wrong, and
     # not read, because this slot lies past that rejection.
-    token = tl.load(drafts_ptr + start + 1 + slot)
+    token = tl.load(drafts_ptr + start + 1 + slot).to(tl.int64)
     token_logit = tl.load(logits_row + token).to(tl.float32)
     part = tl.arange(0, PARTS)
     known = part < num_blocks
@@ -117,13 +119,13 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
         if DENSE:
             stored_ptr = logsumexp_ptr + place * logsumexp_stride + slot
             q, draft_peak, draft_inverse = dense_prob(
-                at, token, stored_ptr, parts, num_blocks, part, known, scale, PROBS, STORED
+                at, token, stored_ptr, parts, num_blocks, part, known, draft_scale, PROBS, STORED
             )
         else:
             ids = ids_ptr + place * ids_stride + slot * ids_position_stride
-            q, draft_peak, draft_inverse = sparse_prob(ids, at, token, scale, num_ids, PROBS, IDS)
+            q, draft_peak, draft_inverse = sparse_prob(ids, at, token, draft_scale, num_ids, PROBS, IDS)
         undrawn = tl.where((q > 0.0) | greedy, 0, _UNDRAWN)
-    seed, position = tl.load(seeds_ptr + request), tl.load(positions_ptr + start + slot)
+    seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + start + slot)
     kept, peak, inverse = decide(token, token_logit, q, parts, num_blocks, part, known, scale, seed, position, greedy)
     if not kept:
         tl.atomic_min(first_ptr + request, slot)
@@ -137,11 +139,12 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
 
 @triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks"])
 def overlap_kernel(
-    logits_ptr, drafts_ptr, starts_ptr, temperature_ptr, slots_ptr, values_ptr, ids_ptr, rows_ptr, parts_ptr,
+    logits_ptr, drafts_ptr, starts_ptr, states_ptr, temperature_ptr,
+    slots_ptr, values_ptr, ids_ptr, draft_temperature_ptr, rows_ptr, parts_ptr,
     batch, num_drafts, vocab_size, num_ids, num_blocks,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
-    WIDTH: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
-    BLOCK: tl.constexpr, IDS: tl.constexpr,
+    STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """sum(min(p, q)) of a part of every offered row, after `judge_kernel` without early exit; NaN where not offered.
 
@@ -156,8 +159,10 @@ def overlap_kernel(
     if slot >= run:
         tl.store(out, float("nan"))
         return
-    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    state = keyed(states_ptr, request, STATES)
+    temperature = tl.load(temperature_ptr + state).to(tl.float32)
     scale = exponent_scale(temperature)
+    draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
     row = rows_ptr + line * 4
     peak, inverse = finite_or_zero(tl.load(row)), tl.load(row + 1)
     if temperature == 0.0:
@@ -165,7 +170,7 @@ def overlap_kernel(
         return
     draft_peak, draft_inverse = finite_or_zero(tl.load(row + 2)), tl.load(row + 3)
     if HAS_Q:
-        place = tl.load(slots_ptr + request).to(tl.int64)
+        place = keyed(slots_ptr, request, SLOTS)
         at = values_ptr + place * slot_stride + slot * position_stride
         if DENSE:
             column = block * BLOCK + tl.arange(0, BLOCK)
@@ -178,7 +183,7 @@ def overlap_kernel(
             column = tl.load(ids + lane, mask=inside, other=0)
             q = tl.load(at + lane, mask=inside, other=0.0).to(tl.float32)
         if not PROBS:
-            q = tl.exp2((q - draft_peak) * scale) * draft_inverse
+            q = tl.exp2((q - draft_peak) * draft_scale) * draft_inverse
     else:
         lane = tl.arange(0, WIDTH)
         inside = lane < tl.where(block == 0, 1, 0)

@@ -50,12 +50,13 @@ class Block:
     Attributes:
         logits: [N, V] float32, bfloat16 or float16, last dimension contiguous; before the temperature. -inf excludes
             a token.
-        tokens: [N] int64; entry row_starts[b] + 1 + i is draft i of request b. -1 ends the request's drafts, and so
-            does an id >= V. The first entry of a request is not read.
+        tokens: [N] int32 or int64; entry row_starts[b] + 1 + i is draft i of request b. -1 ends the request's drafts,
+            and so does an id >= V. The first entry of a request is not read.
         row_starts: [B+1] int32 or int64, rising from 0 to N; at most K+1 rows a request.
         positions: [N] int64, absolute position of the token that each row predicts, 0..2**32-1.
-        temperature: [B] float32 or float64, >= 0.
-        seeds: [B] int64.
+        temperature: [B] float32 or float64, >= 0; [S] with `slots`.
+        seeds: [B] int64; [S] with `slots`.
+        slots: [B] int32 or int64, entry of `temperature` and `seeds` that belongs to each request; its own if None.
     """
 
     logits: torch.Tensor
@@ -64,6 +65,11 @@ class Block:
     positions: torch.Tensor
     temperature: torch.Tensor
     seeds: torch.Tensor
+    slots: torch.Tensor | None = None
+
+    def by_request(self, states: torch.Tensor) -> torch.Tensor:
+        """What is kept as `temperature` and `seeds` are, one entry a request."""
+        return states if self.slots is None else states[self.slots.long()]
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,14 @@ class DraftLaw:
 
     Attributes:
         values: [S, K, V] over the vocabulary, or [S, K, k] over `ids`; float32, bfloat16 or float16, last dimension
-            contiguous. Logits before the temperature, which must be the request's, or probabilities.
+            contiguous. Logits before the temperature, or probabilities.
         ids: [S, K, k] int32 or int64; k <= MAX_LISTED, those of positive probability distinct within a row.
         slots: [B] int32 or int64, the row of `values` and `ids` that belongs to each request; its own if None.
         probs: whether `values` are probabilities.
-        logsumexp: [S, K] float32, contiguous: log(sum(exp(values / temperature))) of dense logits, which saves
-            reading rows of q other than the rejected one.
+        logsumexp: [S, K] float32: log(sum(exp(values / temperature))) of dense logits, which saves reading rows of q
+            other than the rejected one.
+        temperature: of the drafts' logits, kept as `Block.temperature` is; the same if None. For target logits that
+            come divided by theirs.
     """
 
     values: torch.Tensor | None = None
@@ -85,6 +93,7 @@ class DraftLaw:
     slots: torch.Tensor | None = None
     probs: bool = False
     logsumexp: torch.Tensor | None = None
+    temperature: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -175,30 +184,34 @@ def laws_ref(block: Block, law: DraftLaw, num_draft_tokens: int, dtype: torch.dt
     slot = torch.arange(num_draft_tokens + 1, device=device)
     rows = torch.minimum(starts[:-1, None] + slot, starts[1:, None] - 1)
     inside = starts[:-1, None] + 1 + slot[:-1] < starts[1:, None]
-    drafts = torch.where(inside, block.tokens[rows[:, 1:]], -1)
+    drafts = torch.where(inside, block.tokens.long()[rows[:, 1:]], -1)
     vocab_size = block.logits.shape[1]
     run = ((drafts >= 0) & (drafts < vocab_size)).long().cumprod(-1).sum(-1)
-    greedy = (block.temperature == 0)[:, None, None]
-    temperature = block.temperature.to(dtype)[:, None, None].masked_fill(greedy, 1.0).clamp(COLDEST, HOTTEST)
+    greedy = (block.by_request(block.temperature) == 0)[:, None, None]
 
-    def softmax(logits: torch.Tensor) -> torch.Tensor:
+    def heat(temperature: torch.Tensor) -> torch.Tensor:
+        column = block.by_request(temperature).to(dtype)[:, None, None]
+        return column.masked_fill(column == 0, 1.0).clamp(COLDEST, HOTTEST)
+
+    def softmax(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
         logits = logits.to(dtype)
         powers = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp()
         return powers / powers.sum(-1, keepdim=True)
 
     logits = block.logits[rows]
     best = torch.zeros_like(logits, dtype=dtype).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    p = torch.where(greedy, best, softmax(logits))
+    p = torch.where(greedy, best, softmax(logits, heat(block.temperature)))
     wide = torch.zeros(*drafts.shape, vocab_size, dtype=dtype, device=device)
     if law.values is None:
         q = wide.scatter_(-1, drafts.clamp(0, vocab_size - 1)[..., None], 1.0)
     else:
         slots = torch.arange(len(run), device=device) if law.slots is None else law.slots.long()
         values = law.values[slots, :num_draft_tokens].to(dtype)
+        temperature = heat(block.temperature if law.temperature is None else law.temperature)
         if law.logsumexp is not None:
             values = (values / temperature - law.logsumexp[slots, :num_draft_tokens, None].to(dtype)).exp()
         elif not law.probs:
-            values = softmax(values)
+            values = softmax(values, temperature)
         q = values if law.ids is None else wide.scatter_add_(-1, law.ids[slots, :num_draft_tokens].long(), values)
     return Laws(drafts, run, rows, p, q)
 
@@ -209,10 +222,10 @@ def verify_ref(block: Block, law: DraftLaw, num_draft_tokens: int, *, overlap: b
     drafts, run = laws.drafts, laws.run
     request = torch.arange(len(run), device=run.device)
     slot = torch.arange(num_draft_tokens, device=run.device)
-    greedy = block.temperature == 0
+    greedy, seeds = block.by_request(block.temperature) == 0, block.by_request(block.seeds)
     index = drafts.clamp(0, block.logits.shape[1] - 1)[..., None]
     p, q = (law_of[:, :num_draft_tokens].gather(-1, index)[..., 0].double() for law_of in (laws.p, laws.q))
-    u = acceptance_ref(block.seeds, block.positions[laws.rows[:, :-1]])
+    u = acceptance_ref(seeds, block.positions[laws.rows[:, :-1]])
     accepts = torch.where(greedy[:, None], p > 0, u * q < p) & (slot < run[:, None])
     accepted = accepts.long().cumprod(-1).sum(-1)
     rejected = accepted < run
@@ -221,7 +234,7 @@ def verify_ref(block: Block, law: DraftLaw, num_draft_tokens: int, *, overlap: b
     position = block.positions[laws.rows[request, accepted]]
     noise = torch.empty_like(weight)
     for chosen, purpose in ((rejected, RECOVERY), (~rejected, TARGET)):
-        noise[chosen] = noise_ref(block.seeds[chosen], position[chosen], purpose, weight.shape[-1])
+        noise[chosen] = noise_ref(seeds[chosen], position[chosen], purpose, weight.shape[-1])
     judged = torch.nonzero(rejected & ~greedy)[:, 0]
     residual = (weight[judged] - laws.q[judged, accepted[judged]]).clamp_min(0)
     weight[judged] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, weight[judged])

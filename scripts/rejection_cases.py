@@ -169,12 +169,12 @@ def settled(block: Block, law: DraftLaw, num_draft_tokens: int) -> torch.Tensor:
     possible value, against the earliest possible ones of all others.
     """
     laws = laws_ref(block, law, num_draft_tokens, torch.float64)
-    greedy = block.temperature == 0
+    greedy, seeds = block.by_request(block.temperature) == 0, block.by_request(block.seeds)
     request = torch.arange(len(greedy), device=greedy.device)
     slot = torch.arange(num_draft_tokens, device=greedy.device)
     index = laws.drafts.clamp(0, block.logits.shape[1] - 1)[..., None]
     p, q = (side[:, :num_draft_tokens].gather(-1, index)[..., 0] for side in (laws.p, laws.q))
-    u = acceptance_ref(block.seeds, block.positions[laws.rows[:, :-1]])
+    u = acceptance_ref(seeds, block.positions[laws.rows[:, :-1]])
     accepts = torch.where(greedy[:, None], p > 0, u * q < p) & (slot < laws.run[:, None])
     accepted = accepts.long().cumprod(-1).sum(-1)
     near = (u * q - p).abs() <= _error(p) + u * _error(q)
@@ -190,7 +190,7 @@ def settled(block: Block, law: DraftLaw, num_draft_tokens: int) -> torch.Tensor:
     position = block.positions[laws.rows[request, accepted]]
     noise = torch.empty_like(weight)
     for chosen, purpose in ((rejected, RECOVERY), (~rejected, TARGET)):
-        noise[chosen] = noise_ref(block.seeds[chosen], position[chosen], purpose, weight.shape[-1])
+        noise[chosen] = noise_ref(seeds[chosen], position[chosen], purpose, weight.shape[-1])
     latest = torch.where(weight > doubt, noise * (1 + FIXED) / (weight - doubt), torch.inf).amin(-1)
     earliest = torch.where(weight + doubt > 0, noise * (1 - FIXED) / (weight + doubt), torch.inf)
     near_race = (earliest <= latest[:, None]).sum(-1) != 1
