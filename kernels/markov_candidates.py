@@ -1,0 +1,247 @@
+"""Candidates and the chain over them: definitions, outputs and launches; the kernels are in `markov_topk`."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dspark.kernels import triton
+from dspark.kernels.markov import (
+    LOG2E,
+    ChainRequests,
+    MarkovWeights,
+    bias_ref,
+    confidence_ref,
+    features_ref,
+    initial_state,
+    lse_ref,
+    race_ref,
+)
+from dspark.kernels.markov_chain import bytes_of, confidence_kind, dtype_name
+from dspark.kernels.markov_features import hidden_products
+from dspark.kernels.markov_topk import _candidates_chain_kernel, _group_maxima_kernel, _select_kernel
+from dspark.sampling.params import SamplingTensors
+from dspark.sampling.proposal import SparseProposal
+from dspark.sampling.streams import Streams
+
+CANDIDATES = (16, 32, 64, 128, 256)
+GROUP = 64  # columns whose maximum is kept; k groups are looked at again
+GATHERED = 16384  # elements of W2 that a program gathers at a time
+
+
+@dataclass(frozen=True)
+class SparseOutput:
+    """What a chain over candidates writes.
+
+    Attributes:
+        tokens: [B, K] int64 target ids.
+        ids: [B, K, k] int64 target ids of the candidates, in order of their draft columns.
+        logits: [B, K, k] float32 or bfloat16 before temperature; -inf where truncation removed a candidate.
+        lse: [B, K] float32, logsumexp of logits / T over the candidates; greedy rows: the largest logit.
+        confidence: [B, K] float32 logits, or None.
+    """
+
+    tokens: torch.Tensor
+    ids: torch.Tensor
+    logits: torch.Tensor
+    lse: torch.Tensor
+    confidence: torch.Tensor | None
+
+    @classmethod
+    def allocate(cls, weights: MarkovWeights, base: torch.Tensor, k: int) -> "SparseOutput":
+        """Outputs for base [B, K, D] and k candidates."""
+        batch, steps = base.shape[:2]
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=base.device)
+
+        return cls(
+            tokens=empty(batch, steps, dtype=torch.int64),
+            ids=empty(batch, steps, k, dtype=torch.int64),
+            logits=empty(batch, steps, k, dtype=torch.float32),
+            lse=empty(batch, steps, dtype=torch.float32),
+            confidence=None if weights.confidence_weight is None else empty(batch, steps, dtype=torch.float32),
+        )
+
+    def proposal(self, temperature: torch.Tensor) -> SparseProposal:
+        """What verification takes, for temperatures [B]: q = exp(logits / T - lse), one-hot for greedy rows."""
+        greedy = (temperature == 0)[:, None, None]
+        probs = torch.exp(self.logits.float() / temperature.clamp_min(1e-30)[:, None, None] - self.lse[..., None])
+        one_hot = (self.ids == self.tokens[..., None]).float()
+        return SparseProposal(self.tokens, self.ids, torch.where(greedy, one_hot, probs))
+
+
+def candidates_ref(base: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns [B, K, k] int64 of the k largest of base [B, K, D], ascending, and their values float32 [B, K, k].
+
+    Of equal values the lower columns are taken.
+    """
+    order = base.float().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    columns = order.sort(dim=-1).values
+    return columns, base.float().gather(-1, columns)
+
+
+def kept_ref(x: torch.Tensor, ids: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Mask of one row's candidates x [k] (base-2 logarithms) with target ids [k] that truncation keeps."""
+    kept = torch.exp2(x - x.max()) >= min_p
+    kept &= (x[None, :] > x[:, None]).sum(-1) < (top_k or len(x))
+    mass = torch.where(kept, torch.exp2(x - x.max()), 0.0)
+    first = (x[None, :] > x[:, None]) | ((x[None, :] == x[:, None]) & (ids[None, :] < ids[:, None]))
+    return kept & ((first * mass[None, :]).sum(-1) < top_p * mass.sum())
+
+
+def candidates_chain_ref(
+    weights: MarkovWeights,
+    base: torch.Tensor,
+    hidden: torch.Tensor | None,
+    requests: ChainRequests,
+    out: SparseOutput,
+    truncation: SamplingTensors | None = None,
+) -> torch.Tensor:
+    """The definition, in PyTorch: `chain_ref` with the candidates' columns only. Same contract as
+    `candidates_chain`; returns the leads [B, K] of the drawn tokens.
+    """
+    columns, values = candidates_ref(base, out.ids.shape[-1])
+    live = torch.ones_like(requests.anchors, dtype=torch.bool)
+    if requests.cache_rows is not None:
+        live = requests.cache_rows >= 0
+    streams, previous, state, gaps = Streams(requests.seeds), requests.anchors, initial_state(weights, requests), []
+    for i in range(base.shape[1]):
+        row_hidden = None if hidden is None else hidden[:, i].float()
+        embedded = None if weights.w1 is None else weights.w1[previous].float()
+        features, state = features_ref(weights, embedded, row_hidden, state)
+        bias = bias_ref(weights, features)
+        chosen = bias if isinstance(bias, float) else bias.gather(-1, columns[:, i])
+        stored = ((values[:, i] + chosen) * weights.logit_scale).to(out.logits.dtype)
+        ids = columns[:, i] if weights.target_ids is None else weights.target_ids[columns[:, i]]
+        if truncation is not None:
+            stored = stored.masked_fill(~_kept_rows(stored, ids, requests.temperature, truncation), float("-inf"))
+        previous, gap = race_ref(stored, requests, streams, i, ids)
+        gaps.append(gap)
+        out.tokens[live, i], out.ids[live, i], out.logits[live, i] = previous[live], ids[live], stored[live]
+        out.lse[live, i] = lse_ref(stored, requests.temperature)[live]
+        if out.confidence is not None:
+            out.confidence[live, i] = confidence_ref(weights, row_hidden, embedded)[live]
+    return torch.stack(gaps, dim=1)
+
+
+def _kept_rows(
+    stored: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, truncation: SamplingTensors
+) -> torch.Tensor:
+    """Mask [B, k]; greedy rows keep all."""
+    rows = []
+    for b, each in enumerate(temperature.tolist()):
+        if each == 0:
+            rows.append(torch.ones_like(ids[b], dtype=torch.bool))
+            continue
+        x = stored[b].float() * (LOG2E / temperature[b])
+        limits = int(truncation.top_k[b]), float(truncation.top_p[b]), float(truncation.min_p[b])
+        rows.append(kept_ref(x, ids[b], *limits))
+    return torch.stack(rows)
+
+
+class CandidatesWorkspace:
+    """Everything a chain over candidates needs besides its inputs and outputs, allocated once for one shape.
+
+    Args:
+        weights: the head.
+        base: [B, K, D] logits before the bias, or a tensor of that shape and device.
+        k: number of candidates; one of CANDIDATES and at most D.
+    """
+
+    def __init__(self, weights: MarkovWeights, base: torch.Tensor, k: int) -> None:
+        batch, steps, columns = base.shape
+        if k not in CANDIDATES or k > columns:
+            raise ValueError(f"k must be one of {CANDIDATES} and at most {columns}, the columns of base; got {k}")
+        device, rank = base.device, max(weights.rank, 1)
+        self.num_groups = triton.cdiv(columns, GROUP)
+        self.block_n = max(triton.next_power_of_2(self.num_groups), k)
+        if self.block_n > 65535 // 2:
+            raise ValueError(f"base has {columns} columns; selection counts up to {65535 // 2 * GROUP}")
+        self.shape, self.k = tuple(base.shape), k
+        self.maxima = torch.zeros(batch * steps, self.num_groups, device=device)
+        self.chosen = torch.zeros(batch * steps, k, dtype=torch.int32, device=device)
+        self.columns = torch.zeros(batch, steps, k, dtype=torch.int32, device=device)
+        self.values = torch.zeros(batch, steps, k, device=device)
+        self.scratch = torch.zeros(batch, 4 * k, device=device)
+        self.state = torch.zeros(batch, rank, device=device)
+        size = 3 * rank if weights.joint_weight is not None else 1
+        self.products = torch.zeros(batch, steps, size, device=device)
+
+
+def select_candidates(base: torch.Tensor, workspace: CandidatesWorkspace) -> None:
+    """The k largest columns of every position of base [B, K, D], into the workspace; same as `candidates_ref`."""
+    batch, steps, columns = base.shape
+    k, rows = workspace.k, batch * steps
+    block = 32
+    _group_maxima_kernel[(rows, triton.cdiv(workspace.num_groups, block))](
+        base, workspace.maxima, steps, columns, workspace.num_groups, *base.stride()[:2],
+        GROUP=GROUP, BLOCK_N=block,
+    )  # fmt: skip
+    _select_kernel[(rows,)](
+        base, workspace.maxima, workspace.chosen, workspace.columns, workspace.values, steps, columns,
+        workspace.num_groups, *base.stride()[:2],
+        K=k, GROUP=GROUP, BLOCK_N=workspace.block_n, BITS=16 if base.dtype == torch.bfloat16 else 32,
+        num_warps=8,
+    )  # fmt: skip
+
+
+def candidates_chain(
+    weights: MarkovWeights,
+    base: torch.Tensor,
+    hidden: torch.Tensor | None,
+    requests: ChainRequests,
+    out: SparseOutput,
+    workspace: CandidatesWorkspace,
+    truncation: SamplingTensors | None = None,
+) -> None:
+    """Draft K tokens for each request from the k largest base logits of each position; fills `out`.
+
+    No host synchronisation and no allocation.
+
+    Args:
+        weights: the head.
+        base: [B, K, D] logits before the bias, last dimension contiguous.
+        hidden: [B, K, H]; None if the head does not read it.
+        requests: one row per request; `cache_rows` only says which rows are padding (-1), for which nothing is written.
+        out: what is written.
+        workspace: made for this shape.
+        truncation: top_k, top_p and min_p to apply within the candidates, or None.
+
+    Raises:
+        ValueError: shapes that don't fit the workspace.
+
+    Source: `candidates_chain_ref`.
+    """
+    if tuple(base.shape) != workspace.shape or base.stride(-1) != 1:
+        raise ValueError(f"base must be {workspace.shape} with contiguous rows, got {tuple(base.shape)}")
+    select_candidates(base, workspace)
+    state = initial_state(weights, requests)
+    if state is not None:
+        workspace.state.copy_(state)
+    joint = weights.joint_weight
+    if joint is not None and weights.joint_bias is not None and hidden is not None:
+        first = 0 if weights.kind == "gated" else 2 * weights.rank
+        hidden_products(hidden, joint[:, first : first + weights.hidden_size], weights.joint_bias, workspace.products)
+
+    def given(tensor: torch.Tensor | None) -> torch.Tensor:
+        return workspace.state if tensor is None else tensor
+
+    limits = (None, None, None) if truncation is None else (truncation.top_k, truncation.top_p, truncation.min_p)
+    block_r = triton.next_power_of_2(max(weights.rank, 16))
+    _candidates_chain_kernel[(len(requests),)](
+        workspace.columns, workspace.values, given(weights.w1),
+        workspace.state if weights.w2 is None else bytes_of(weights.w2), given(weights.w2_scale),
+        given(weights.target_ids), given(joint), workspace.products, workspace.state, workspace.scratch,
+        requests.anchors, requests.temperature, requests.seeds, requests.positions, given(requests.cache_rows),
+        *map(given, limits), given(hidden), given(weights.confidence_weight), given(weights.confidence_bias),
+        out.tokens, out.ids, out.logits, out.lse, given(out.confidence),
+        *((0, 0, 0) if hidden is None else (*hidden.stride()[:2], hidden.shape[-1])),
+        0 if joint is None else joint.stride(0), weights.hidden_size, weights.logit_scale,
+        STEPS=base.shape[1], HAS_ROWS=requests.cache_rows is not None, KIND=weights.kind,
+        CONFIDENCE=confidence_kind(weights, hidden),
+        FEATURES="fp32" if weights.w1 is None else dtype_name(weights.w1.dtype), OUT=dtype_name(out.logits.dtype),
+        FP8=weights.w2_scale is not None, REDUCED=weights.target_ids is not None, TRUNCATED=truncation is not None,
+        RANK=weights.rank, BLOCK_R=block_r, BLOCK_H=1024, K=workspace.k,
+        BLOCK_K=min(workspace.k, max(GATHERED // block_r, 16)), BLOCK_J=min(workspace.k, 32),
+        num_warps=4 if workspace.k * block_r <= 8192 else 8,
+    )  # fmt: skip

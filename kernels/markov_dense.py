@@ -1,0 +1,226 @@
+"""The Markov chain over the whole draft vocabulary.
+
+Every program owns some tiles of the vocabulary. At each step it computes the corrected logits of its tiles from the
+features of the previous tokens, stores them, and keeps the best key of the race and the mass for the normaliser; one
+race word and one log-mass per program and request are all that leaves it.
+
+Two ways of joining the programs:
+  persistent  one cooperative launch for all K steps. Programs exchange race words through memory: each word carries
+              the number of its step, so that a reader polls the words themselves and no barrier is needed. A small W2
+              stays in registers for all steps; of a large one the next step's first tile is already loading while
+              the words travel.
+  stepwise    two launches a step: `_advance_kernel` joins the words of the step before, and computes the features and
+              the confidence; `_step_kernel` runs the race. For heads whose features cost a matrix product, for
+              grids that are not co-resident, and for the interpreter, where a polling program would wait for ever.
+
+Read `dspark.kernels.markov.chain_ref` first: it is the definition.
+"""
+
+from dspark.kernels import tl, triton
+from dspark.kernels.markov_device import (
+    bias_of,
+    joined_log2_mass,
+    log2_mass,
+    mass_step,
+    noise_of_group,
+    noise_of_id,
+    race_step,
+    race_winner,
+    race_word,
+    read_columns,
+    rounded,
+    row_scales,
+    weight_block,
+    write_columns,
+)
+from dspark.kernels.markov_features import request_confidence, request_features
+
+_LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
+_WORST_WORD = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def request_rows(row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS: tl.constexpr):
+    """Per-row values [R] of requests `row`: cache row, live, scale, noisy, position and key words (uint32)."""
+    inside = row < batch
+    if HAS_ROWS:
+        cache_row = tl.load(cache_rows_ptr + row, mask=inside, other=-1)
+    else:
+        cache_row = tl.where(inside, row, -1).to(tl.int64)
+    scale, noisy = row_scales(tl.load(temperature_ptr + row, mask=inside, other=0.0))
+    seed = tl.load(seeds_ptr + row, mask=inside, other=0)
+    position = tl.load(positions_ptr + row, mask=inside, other=0)
+    return cache_row, cache_row >= 0, scale, noisy, position, seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+
+
+@triton.jit
+def race_tile(  # noqa: PLR0915 - four columns at a time
+    carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns, logit_scale,
+    any_noise, REDUCED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, FMA: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """One tile of one step: stores its logits, and returns the carry (best, best_id, top, mass), each [R, BLOCK_G]."""
+    best, best_id, top, mass = carry
+    base_row, cache_row, live, scale, noisy, position, key_low, key_high = rows
+    group = tile * BLOCK_G + tl.arange(0, BLOCK_G)
+    a, b, c, d = read_columns(base_ptr, base_row, group, live, num_columns, PACKED)
+    if HAS_HEAD:
+        w0, w1, w2, w3 = weight
+        b0, b1 = bias_of(features, w0, FMA), bias_of(features, w1, FMA)
+        b2, b3 = bias_of(features, w2, FMA), bias_of(features, w3, FMA)
+        if FP8:
+            s = w2_scale_ptr + group * 4
+            b0 = b0 * tl.load(s, mask=group * 4 < num_columns, other=0.0)[None, :]
+            b1 = b1 * tl.load(s + 1, mask=group * 4 + 1 < num_columns, other=0.0)[None, :]
+            b2 = b2 * tl.load(s + 2, mask=group * 4 + 2 < num_columns, other=0.0)[None, :]
+            b3 = b3 * tl.load(s + 3, mask=group * 4 + 3 < num_columns, other=0.0)[None, :]
+        a, b, c, d = a + b0, b + b1, c + b2, d + b3
+    a, b = rounded(a * logit_scale, CACHE), rounded(b * logit_scale, CACHE)
+    c, d = rounded(c * logit_scale, CACHE), rounded(d * logit_scale, CACHE)
+    last = num_columns - group * 4
+    if REDUCED:
+        i0 = tl.load(ids_ptr + group * 4, mask=last > 0, other=0)
+        i1 = tl.load(ids_ptr + group * 4 + 1, mask=last > 1, other=0)
+        i2 = tl.load(ids_ptr + group * 4 + 2, mask=last > 2, other=0)
+        i3 = tl.load(ids_ptr + group * 4 + 3, mask=last > 3, other=0)
+    else:
+        i0, i1, i2, i3 = group * 4, group * 4 + 1, group * 4 + 2, group * 4 + 3
+    if SCATTERED:
+        at = cache_ptr + cache_row[:, None]
+        tl.store(at + i0[None, :], a, mask=live[:, None] & (last > 0)[None, :])
+        tl.store(at + i1[None, :], b, mask=live[:, None] & (last > 1)[None, :])
+        tl.store(at + i2[None, :], c, mask=live[:, None] & (last > 2)[None, :])
+        tl.store(at + i3[None, :], d, mask=live[:, None] & (last > 3)[None, :])
+    else:
+        write_columns(cache_ptr, cache_row, group, live, num_columns, a, b, c, d, PACKED)
+    x0 = tl.where((last > 0)[None, :], a * scale[:, None], float("-inf"))
+    x1 = tl.where((last > 1)[None, :], b * scale[:, None], float("-inf"))
+    x2 = tl.where((last > 2)[None, :], c * scale[:, None], float("-inf"))
+    x3 = tl.where((last > 3)[None, :], d * scale[:, None], float("-inf"))
+    top, mass = mass_step(top, mass, x0, x1, x2, x3)
+    if any_noise:
+        if REDUCED:
+            n0 = noise_of_id(i0[None, :], position[:, None], key_low[:, None], key_high[:, None])
+            n1 = noise_of_id(i1[None, :], position[:, None], key_low[:, None], key_high[:, None])
+            n2 = noise_of_id(i2[None, :], position[:, None], key_low[:, None], key_high[:, None])
+            n3 = noise_of_id(i3[None, :], position[:, None], key_low[:, None], key_high[:, None])
+        else:
+            words = group[None, :].to(tl.uint32)
+            n0, n1, n2, n3 = noise_of_group(words, position[:, None], key_low[:, None], key_high[:, None])
+        x0, x1 = x0 - n0 * noisy[:, None], x1 - n1 * noisy[:, None]
+        x2, x3 = x2 - n2 * noisy[:, None], x3 - n3 * noisy[:, None]
+    best, best_id = race_step(best, best_id, x0, i0[None, :], not REDUCED)
+    best, best_id = race_step(best, best_id, x1, i1[None, :], not REDUCED)
+    best, best_id = race_step(best, best_id, x2, i2[None, :], not REDUCED)
+    best, best_id = race_step(best, best_id, x3, i3[None, :], not REDUCED)
+    return best, best_id, top, mass
+
+
+@triton.jit
+def load_tile(
+    w2_ptr, tile, num_columns, HAS_HEAD: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """The four weight blocks of a tile."""
+    if HAS_HEAD:
+        return (
+            weight_block(w2_ptr, tile, 0, num_columns, RANK, BLOCK_R, BLOCK_G, FP8),
+            weight_block(w2_ptr, tile, 1, num_columns, RANK, BLOCK_R, BLOCK_G, FP8),
+            weight_block(w2_ptr, tile, 2, num_columns, RANK, BLOCK_R, BLOCK_G, FP8),
+            weight_block(w2_ptr, tile, 3, num_columns, RANK, BLOCK_R, BLOCK_G, FP8),
+        )
+    else:
+        return 0, 0, 0, 0
+
+
+@triton.jit
+def empty_carry(BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Nothing seen yet: best, best_id, top, mass."""
+    best = tl.full([BLOCK_B, BLOCK_G], float("-inf"), tl.float32)
+    best_id = tl.full([BLOCK_B, BLOCK_G], 16777215, tl.int32)
+    top = tl.full([BLOCK_B, BLOCK_G], _LOWEST, tl.float32)
+    return best, best_id, top, tl.zeros([BLOCK_B, BLOCK_G], tl.float32)
+
+
+@triton.jit
+def finished_carry(carry, noisy):
+    """Race words [R] (low byte zero) and log2 masses [R] of a carry."""
+    best, best_id, top, mass = carry
+    return tl.max(race_word(best, best_id), axis=1), log2_mass(top, mass, noisy, 1)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _step_kernel(
+    base_ptr, cache_ptr, w2_ptr, w2_scale_ptr, ids_ptr,
+    temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, features_ptr, words_ptr, masses_ptr,
+    batch, step, num_columns, num_tiles, num_parts, base_stride, base_step, cache_stride, cache_step, logit_scale,
+    HAS_ROWS: tl.constexpr, REDUCED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr,
+    CACHE: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, FMA: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """One step of the race, from features [B, RANK]; words and masses are [num_parts, B]."""
+    part, row = tl.program_id(0), tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    cache_row, live, scale, noisy, position, key_low, key_high = request_rows(
+        row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
+    )
+    base_row = row.to(tl.int64) * base_stride + step * base_step
+    out_row = cache_row * cache_stride + step * cache_step
+    rows = (base_row, out_row, live, scale, noisy, (position + step).to(tl.uint32), key_low, key_high)
+    any_noise = tl.max(noisy) > 0.0
+    r = tl.arange(0, BLOCK_R)
+    features = tl.zeros([BLOCK_B, BLOCK_R], tl.float32)
+    if HAS_HEAD:
+        features = tl.load(
+            features_ptr + row[:, None] * RANK + r[None, :], mask=live[:, None] & (r < RANK)[None, :], other=0.0
+        )
+    carry = empty_carry(BLOCK_B, BLOCK_G)
+    for tile in range(part, num_tiles, num_parts):
+        weight = load_tile(w2_ptr, tile, num_columns, HAS_HEAD, RANK, BLOCK_R, BLOCK_G, FP8)
+        carry = race_tile(
+            carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns,
+            logit_scale, any_noise, REDUCED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, FMA, BLOCK_G,
+        )  # fmt: skip
+    word, mass = finished_carry(carry, noisy)
+    tl.store(words_ptr + part * batch + row, word, mask=row < batch)
+    tl.store(masses_ptr + part * batch + row, mass, mask=row < batch)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _advance_kernel(
+    words_ptr, masses_ptr, tokens_ptr, lse_ptr, confidence_ptr, anchors_ptr, temperature_ptr, cache_rows_ptr,
+    w1_ptr, joint_ptr, products_ptr, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, features_ptr, state_ptr,
+    batch, step, num_parts, hidden_stride, hidden_step, hidden_size, joint_stride, joint_column,
+    STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, KIND: tl.constexpr, CONFIDENCE: tl.constexpr,
+    FEATURES: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Between steps, one program a request: the token of step - 1 from its words, then features and confidence."""
+    request = tl.program_id(0)
+    live = True
+    if HAS_ROWS:
+        live = tl.load(cache_rows_ptr + request) >= 0
+    if live:
+        token = tl.load(anchors_ptr + request)
+        if step > 0:
+            part = tl.arange(0, BLOCK_V)
+            word = tl.load(words_ptr + part * batch + request, mask=part < num_parts, other=_WORST_WORD)
+            masses = tl.load(masses_ptr + part * batch + request, mask=part < num_parts, other=_LOWEST)
+            _, noisy = row_scales(tl.load(temperature_ptr + request))
+            token = race_winner(tl.max(word, axis=0)).to(tl.int64)
+            tl.store(tokens_ptr + request * STEPS + step - 1, token)
+            tl.store(lse_ptr + request * STEPS + step - 1, joined_log2_mass(masses, noisy, 0))
+        if step < STEPS:
+            if KIND != "none":
+                features = request_features(
+                    token, w1_ptr, joint_ptr, products_ptr + (request * STEPS + step) * (3 * RANK),
+                    state_ptr + request * RANK, joint_stride, joint_column, KIND, FEATURES, RANK, BLOCK_R,
+                )  # fmt: skip
+                r = tl.arange(0, BLOCK_R)
+                tl.store(features_ptr + request * RANK + r, features, mask=r < RANK)
+            if CONFIDENCE != "none":
+                hidden_row = hidden_ptr + request.to(tl.int64) * hidden_stride + step * hidden_step
+                logit = request_confidence(
+                    token, w1_ptr, hidden_row, hidden_size, confidence_weight_ptr, confidence_bias_ptr,
+                    CONFIDENCE, RANK, BLOCK_R, BLOCK_H,
+                )  # fmt: skip
+                tl.store(confidence_ptr + request * STEPS + step, logit)
