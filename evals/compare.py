@@ -159,7 +159,7 @@ class Comparison:
     def compared(self) -> str:
         """In words: what differs between the runs."""
         groups = dict.fromkeys(_group(name, self.allowed) for name in self.fields)
-        return " and ".join(groups) or "nothing: the runs have the same settings"
+        return ", ".join(groups) or "nothing: the runs have the same settings"
 
 
 def compare_runs(runs: Sequence[Run], allowed: Iterable[str] = ()) -> Comparison:
@@ -206,7 +206,7 @@ def differing_settings(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     described = [_comparable(run) for run in runs]
     names = dict.fromkeys(name for other in described[1:] for name in differing_fields(described[0], other))
     fields = {name: tuple(_lookup(value, name) for value in described) for name in names}
-    contents = [{d["name"]: (d["sha256"], d["num_prompts"]) for d in run.description["datasets"]} for run in runs]
+    contents = [{d["name"]: _contents(d) for d in run.description["datasets"]} for run in runs]
     for name in dict.fromkeys(name for content in contents for name in content):
         if len({content[name] for content in contents if name in content}) > 1:
             fields[f"datasets.{name}"] = tuple(content.get(name) for content in contents)
@@ -225,6 +225,10 @@ def _comparable(run: Run) -> dict[str, Any]:
         "target": {"name": target_name, **others["target"]},
         "drafter": drafter if drafter is None else {"name": drafter_name, **drafter},
     }
+
+
+def _contents(dataset: dict[str, Any]) -> str:
+    return f"first {dataset['num_prompts']} prompts of the file with sha256 {dataset['sha256'][:12]}"
 
 
 def _leaves(value: Any, path: str = "") -> list[str]:

@@ -223,6 +223,8 @@ def _tokens_per_step(runs: Sequence[Run]) -> Any:
                     )  # fmt: skip
         axes.set_title(title)
         axes.set_xticks(np.arange(len(ticks)), ticks)
+        if len(ticks) == 1:  # a single bar would fill the panel
+            axes.set_xlim(-1, 1)
         axes.grid(visible=False, axis="x")
         axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")  # plain decoding
     axes_list[0][0].set_ylabel("tokens per step")

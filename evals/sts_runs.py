@@ -120,11 +120,11 @@ def _raw_steps(records: Sequence[RequestRecord], description: dict[str, Any]) ->
 def _check_drafter(description: dict[str, Any], drafter_path: str) -> None:
     """Refuse a drafter that is not the one of the runs, or runs that did not use all of its positions."""
     ran = description["drafter"]
-    if ran is None or "weights_sha256" not in ran or "confidence_temperatures" not in ran:
+    if ran is None or "confidence" in description["backend"]["not_reported"]:
         raise ValueError(
             f"the runs were made by {description['backend']['name']}, "
-            f"{'without a drafter' if ran is None else 'without confidences'}: only those of this package's own loop, "
-            "by this version, can be fitted"
+            f"{'without a drafter' if ran is None else 'without confidences'}: only those of this package's own loop "
+            "with a drafter can be fitted"
         )
     drafter = load_drafter(drafter_path, dtype=getattr(torch, ran["dtype"]), calibrated=False)
     digest = weights_sha256(drafter)

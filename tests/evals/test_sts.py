@@ -37,18 +37,18 @@ def steps_with(temperatures, num_steps, seed, trim=None):
 def test_known_temperatures_are_recovered():
     """20000 steps, prefix survival about 0.7, 0.5 and 0.33.
 
-    Over 200 seeds the standard deviations of log T are 0.02, 0.03 and 0.05, growing with depth because fewer prefixes
-    are left and the labels carry the luck of the prefix. 0.2 is four of the largest: a false alarm for under 1 of 5000
+    Over 40 seeds the standard deviations of log T are 0.013, 0.021 and 0.037, growing with depth because fewer prefixes
+    are left and the labels carry the luck of the prefix. 0.15 is four of the largest: a false alarm for under 1 of 5000
     fresh seeds; the seed is fixed.
     """
     fitted = fit_sts([steps_with(TEMPERATURES, 20000, seed=1)])
-    assert np.log(fitted) == pytest.approx(np.log(TEMPERATURES), abs=0.2)
+    assert np.log(fitted) == pytest.approx(np.log(TEMPERATURES), abs=0.15)
 
 
 def test_a_calibrated_head_keeps_its_confidences():
-    """Chances reported as they are: temperatures of 1, within four standard deviations as above."""
+    """Chances reported as they are: temperatures of 1, within four standard deviations (0.05 at position 4)."""
     fitted = fit_sts([steps_with((1.0,) * 4, 20000, seed=2)])
-    assert np.log(fitted) == pytest.approx(np.zeros(4), abs=0.25)
+    assert np.log(fitted) == pytest.approx(np.zeros(4), abs=0.2)
 
 
 def test_temperatures_that_were_applied_are_taken_for_none():
@@ -74,12 +74,15 @@ class TestCensoring:
     """A label exists only where a draft was verified, and it is that of the prefix."""
 
     def test_trimming_by_confidence_leaves_the_fit_unbiased(self):
-        """Three quarters of the third drafts are not verified; what is left has larger deviations, 0.08 at most."""
+        """Drafts behind a survival of 0.3 are not verified; the deviations are 0.04 at most, the tolerance four."""
         fitted = fit_sts([steps_with(TEMPERATURES, 20000, seed=5, trim=by_confidence)])
-        assert np.log(fitted) == pytest.approx(np.log(TEMPERATURES), abs=0.32)
+        assert np.log(fitted) == pytest.approx(np.log(TEMPERATURES), abs=0.16)
 
     def test_trimmed_drafts_taken_for_rejected_ones_are_another_fit(self):
-        """The naive reading: a draft that was not accepted was rejected. Its temperatures are wrong by far."""
+        """The naive reading: a draft that was not accepted was rejected. Its temperatures are wrong by far.
+
+        Lengths are drawn at random here; the deviations of the right fit are 0.07 at most, the tolerance four.
+        """
         whole = steps_with(TEMPERATURES, 20000, seed=5)
         trimmed = steps_with(TEMPERATURES, 20000, seed=5, trim=lambda rng, chances: int(rng.integers(0, 4)))
         naive = [
@@ -87,7 +90,7 @@ class TestCensoring:
             for long, short in zip(whole, steps_like(whole, trimmed), strict=True)
         ]
         right = fit_sts([steps_like(whole, trimmed)])
-        assert np.log(right) == pytest.approx(np.log(TEMPERATURES), abs=0.35)
+        assert np.log(right) == pytest.approx(np.log(TEMPERATURES), abs=0.28)
         wrong = fit_sts([naive])
         assert max(abs(np.log(wrong) - np.log(TEMPERATURES))) > 0.6
 
@@ -98,7 +101,7 @@ class TestCensoring:
         lengths = rng.integers(0, 4, len(whole))
         trimmed = [cut(s, int(n)) for s, n in zip(whole, lengths, strict=True)]
         failures_kept = [s if s.num_accepted < n else cut(s, int(n)) for s, n in zip(whole, lengths, strict=True)]
-        assert np.log(fit_sts([trimmed])) == pytest.approx(np.log(TEMPERATURES), abs=0.35)
+        assert np.log(fit_sts([trimmed])) == pytest.approx(np.log(TEMPERATURES), abs=0.28)
         assert max(abs(np.log(fit_sts([failures_kept])) - np.log(TEMPERATURES))) > 0.6
 
     def test_drafts_behind_a_stop_do_not_count(self):
