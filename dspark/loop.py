@@ -5,7 +5,7 @@
         draft     = drafter.propose(anchor)                   tokens and the q they were drawn from
         lengths   = schedule(confidence)                      how many of them to verify; all of them by default
         output    = target.verify([anchor, drafts])           nothing committed
-        verified  = rejection_sample(q, p)                    exactly the target's distribution
+        verified  = verify_logits(q, p)                       exactly the target's distribution
         target.commit, drafter.extend                         accepted rows only
 
 Without a drafter the same loop verifies the anchor alone: plain decoding through the same class, with the same random
@@ -29,9 +29,9 @@ from dspark.sampling import (
     SamplingTensors,
     Streams,
     Verification,
-    rejection_sample,
     sample,
     to_distribution,
+    verify_logits,
 )
 from dspark.schedule import Schedule, step_streams
 from dspark.target import Target
@@ -236,12 +236,14 @@ class _Batch:
         proposal = draft.proposal if draft is not None else OneHotProposal(anchors[:, None])
         proposal = proposal.truncate(max(offered))
         output = self.target.verify(self.cache, torch.cat([anchors[:, None], proposal.tokens], dim=1))
-        verified = rejection_sample(
+        verified = verify_logits(
             proposal,
-            to_distribution(output.logits, self.sampling),
+            output.logits,
+            self.sampling,
             self.streams,
             self.cache.lengths + 1,
             torch.tensor(offered, device=self.target.device),
+            truncated=any(request.params.truncates for request in self.requests),
         )
         kept = verified.num_emitted.tolist()  # rows of the pass to keep: the anchor and the accepted drafts
         events = self._record(offered, draft, verified)

@@ -78,6 +78,11 @@ class SamplingParams:
             "token ids >= 0; text is not accepted here",
         )
 
+    @property
+    def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p may take tokens away."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -107,14 +107,15 @@ def test_plain_decoding_follows_the_target():
         assert p_value(counts, exact_law(target, prompt, params)) > FALSE_ALARM_RATE / 2
 
 
-def soft_q_for_an_argmax_draw(proposal, target_probs, *rest):
+def soft_q_for_an_argmax_draw(proposal, logits, params, *rest, truncated):
     """A wrong verifier: treats every draft as if it had been drawn from the target, so it accepts all of them."""
+    target_probs = dspark.sampling.to_distribution(logits, params)
     return dspark.sampling.rejection_sample(type(proposal)(proposal.tokens, target_probs[:, :-1]), target_probs, *rest)
 
 
-def shifted_target(proposal, target_probs, *rest):
+def shifted_target(proposal, logits, *rest, truncated):
     """A wrong verifier: judges each draft by the row of the position before."""
-    return dspark.sampling.rejection_sample(proposal, target_probs.roll(1, dims=1), *rest)
+    return dspark.sampling.verify_logits(proposal, logits.roll(1, dims=1), *rest, truncated=truncated)
 
 
 @pytest.mark.parametrize("wrong", [soft_q_for_an_argmax_draw, shifted_target])
@@ -122,6 +123,6 @@ def test_the_test_sees_a_biased_loop(wrong, monkeypatch):
     target = tiny_target(VOCAB, spread=0.7)
     drafter = tiny_drafter(drafter_config(VOCAB), target)
     params = SamplingParams(temperature=1.0, max_new_tokens=6)
-    monkeypatch.setattr(dspark.loop, "rejection_sample", wrong)
+    monkeypatch.setattr(dspark.loop, "verify_logits", wrong)
     counts = counted(target, drafter, params)
     assert max(p_value(c, exact_law(target, p, params)) for c, p in zip(counts, PROMPTS, strict=True)) < 1e-9
