@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
         from dspark.commands_quality import quality
 
         return quality(options)
-    if options.command in ("profile",):
+    if options.command in ("profile", "convert"):
         from dspark import commands_tools
 
         return int(getattr(commands_tools, options.command)(options))
@@ -175,6 +175,7 @@ def build_parser() -> Parser:
     _add_layout_flag(inspect)
     _add_json_flag(inspect)
     _add_profile(commands, shared)
+    _add_convert(commands, shared)
     return parser
 
 
@@ -194,6 +195,24 @@ def _add_profile(commands: Any, shared: dict[str, Any]) -> None:
     profile.add_argument("--temperature", type=float, metavar="T", help="of the requests; 0 leaves out sampling's work")
     profile.add_argument("--repeats", type=int, metavar="N", help="timed steps of each kind")
     _add_json_flag(profile)
+
+
+def _add_convert(commands: Any, shared: dict[str, Any]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="write a drafter in the other packaging",
+        description="Write a drafter as DeepSpec or as speculators would. Weights are copied bit for bit; what the "
+        "other packaging cannot express is refused.",
+        **shared,
+    )
+    convert.add_argument("source", metavar="SRC", help="folder or Hub id")
+    convert.add_argument("destination", metavar="DST", help="folder to write")
+    convert.add_argument("--to", required=True, choices=("deepspec", "speculators"), help="the packaging to write")
+    convert.add_argument("--target", metavar="TARGET", help="copy embedding and head from here if SRC has none")
+    convert.add_argument("--verifier", metavar="NAME", help="name of the target in a speculators config")
+    convert.add_argument("--force", action="store_true", default=False, help="replace a checkpoint in DST")
+    _add_layout_flag(convert)
+    _add_json_flag(convert)
 
 
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:

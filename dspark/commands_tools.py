@@ -2,13 +2,16 @@
 
 import argparse
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dspark.commands import _load_target as load_target_named
 from dspark.commands import load_pair
+from dspark.convert import Conversion
+from dspark.convert import convert as run_convert
 from dspark.cost import CostTable
 from dspark.evals.settings import describe_drafter, describe_target, library_versions, source_commit
 from dspark.profile import ProfileSettings
@@ -50,6 +53,45 @@ def profile(options: argparse.Namespace) -> int:
     print(format_cost(table))
     print(f"{options.out}: use it with --schedule {options.out} on this machine and this pair")
     return 0
+
+
+def convert(options: argparse.Namespace) -> int:
+    """`dspark convert`."""
+    target = None
+    if hasattr(options, "target"):
+        target, _ = load_target_named(options.target, torch.float32, torch.device("cpu"))
+    result = run_convert(
+        options.source,
+        options.destination,
+        options.to,
+        layout=getattr(options, "layout", None),
+        target=target,
+        verifier=getattr(options, "verifier", None),
+        force=options.force,
+    )
+    if options.json:
+        print(json.dumps({"command": "convert", "written": options.destination, **describe_conversion(result)}))
+        return 0
+    print(
+        f"{options.destination}: {result.source} -> {result.destination}, {result.num_tensors} tensors; read back: the "
+        "same bits and the same drafter"
+    )
+    for note in result.notes:
+        say(note)
+    return 0
+
+
+def describe_conversion(result: Conversion) -> dict[str, Any]:
+    """Plain values for JSON."""
+    config = asdict(result.config)
+    del config["notes"]  # the conversion's are given
+    return {
+        "from": result.source,
+        "to": result.destination,
+        "num_tensors": result.num_tensors,
+        "config": config,
+        "notes": list(result.notes),
+    }
 
 
 def format_cost(table: CostTable) -> str:

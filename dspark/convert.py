@@ -1,0 +1,212 @@
+"""Write a drafter in the other packaging: DeepSpec's flat config, or the one of speculators.
+
+    source files -> canonical record and tensors -> config.json of the destination + model.safetensors
+
+Weights are copied bit for bit under their canonical names, which both packagings share; what differs is the config:
+where fields stand, how taps are counted, whether the layout is stated, what a missing field means. Everything is
+written explicitly, so that no engine has to fill in a default. What the destination cannot express is refused with the
+reason: a file that loads there and drafts otherwise is worse than none. The result is read back and compared before
+it takes its place.
+
+Source: DeepSpec (config of modeling/dspark) and speculators (models/dspark/config.py); the two tables of `families`.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+
+from dspark.checkpoint import check_files, check_finite, read_tensors, stored_calibration, stored_dtype
+from dspark.confidence import CALIBRATION_FILE
+from dspark.config import DrafterConfig
+from dspark.convert_config import to_deepspec, to_speculators
+from dspark.families import Container, Findings, Layout
+from dspark.families.container import INDEX, SINGLE, open_container
+from dspark.families.findings import refusal
+from dspark.families.target import TargetFacts
+
+Packaging = Literal["deepspec", "speculators"]
+FAMILY: dict[Packaging, str] = {"deepspec": "DeepSpec Qwen3", "speculators": "speculators"}
+MATRICES = {"embed_tokens.weight": "input_embedding", "lm_head.weight": "output_head"}
+# Parts of the record that belong to a packaging and not to the drafter.
+OWN_OF_PACKAGING = ("family", "notes", "num_target_layers", "verifier_name")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written.
+
+    Attributes:
+        source: packaging of the source.
+        destination: packaging of the result.
+        config: the record of the result.
+        num_tensors: tensors written.
+        notes: what the source left open, and what the destination does not say.
+    """
+
+    source: str
+    destination: str
+    config: DrafterConfig
+    num_tensors: int
+    notes: tuple[str, ...]
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    to: Packaging,
+    *,
+    layout: Layout | None = None,
+    target: TargetFacts | None = None,
+    verifier: str | None = None,
+    force: bool = False,
+) -> Conversion:
+    """Convert a checkpoint.
+
+    Args:
+        source: folder or Hub id.
+        destination: folder to make; its parents must exist.
+        to: "deepspec" or "speculators".
+        layout: block layout of a source that does not state it.
+        target: the target; its embedding and head are written where the source has none, and all checks of loading are
+            made against it.
+        verifier: name of the target for a speculators config; default: what the source says.
+        force: replace `destination` if it is there.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: the source cannot be loaded, or the destination's packaging cannot express it; all all reasons.
+        ValueError: `destination` exists and `force` was not given, or `to` is unknown.
+    """
+    if to not in FAMILY:
+        raise ValueError(f"to={to!r}: expected one of {', '.join(FAMILY)}")
+    destination = Path(destination)
+    if destination.exists() and not force:
+        raise ValueError(f"{destination} exists; give another folder, or --force to replace what is in it")
+    if destination.exists() and Path(source).exists() and destination.resolve() == Path(source).resolve():
+        raise ValueError(f"{destination} is the source itself: converting in place could lose it; give another folder")
+    findings = Findings()
+    container = findings.attempt(open_container, source)
+    resolved = None if container is None else check_files(container, target, layout, findings)
+    findings.raise_problems(str(source))
+    assert container is not None
+    assert resolved is not None
+    assert resolved.config is not None
+    assert resolved.tensors is not None
+    dtype = stored_dtype(resolved.tensors, findings)
+    calibration = findings.attempt(stored_calibration, container, resolved)
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(resolved.tensors.sources, torch.device("cpu"))}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            findings.attempt(check_finite, name, tensor)
+    config = _with_target_matrices(resolved.config, tensors, target, dtype)
+    if to == "speculators":
+        config = replace(config, verifier_name=verifier or config.verifier_name)
+        tensors |= _tables(config, tensors)
+        raw = to_speculators(config, dtype, findings)
+    else:
+        tensors.pop("t2d", None)
+        raw = to_deepspec(config, dtype, findings)
+    findings.raise_problems(f"{source} cannot be written as a {to} checkpoint")
+    files = {"config.json": json.dumps(raw, indent=2) + "\n"}
+    if calibration is not None:
+        files[CALIBRATION_FILE] = (container.folder / CALIBRATION_FILE).read_text(encoding="utf-8")
+    written = _write(destination, files, tensors, config, to)
+    return Conversion(resolved.config.family, FAMILY[to], written, len(tensors), tuple(findings.notes))
+
+
+def same_drafter(first: DrafterConfig, second: DrafterConfig) -> list[str]:
+    """Names of the fields in which two records describe different drafters."""
+    return [
+        name for name, value in vars(first).items() if name not in OWN_OF_PACKAGING and value != getattr(second, name)
+    ]
+
+
+def _with_target_matrices(
+    config: DrafterConfig, tensors: dict[str, torch.Tensor], target: TargetFacts | None, dtype: torch.dtype
+) -> DrafterConfig:
+    """Add the matrices that the checkpoint takes from its target, where the target is at hand."""
+    if target is None:
+        return config
+    rows = {"embed_tokens.weight": config.vocab_size, "lm_head.weight": config.draft_vocab_size}
+    for name, attribute in MATRICES.items():
+        if name not in tensors:
+            tensors[name] = getattr(target, attribute).detach()[: rows[name]].to("cpu", dtype).clone()
+    return replace(config, owns_embedding=True, owns_head=True)
+
+
+def _tables(config: DrafterConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """speculators stores `d2t` and `t2d` together; a source may have the first alone."""
+    if "d2t" not in tensors or "t2d" in tensors:
+        return {}
+    kept = torch.zeros(config.vocab_size, dtype=torch.bool)
+    kept[torch.arange(config.draft_vocab_size) + tensors["d2t"].long()] = True
+    return {"t2d": kept}
+
+
+def _write(
+    destination: Path,
+    files: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
+    config: DrafterConfig,
+    to: Packaging,
+) -> DrafterConfig:
+    """Write beside the destination, read back, and only then move it into its place."""
+    scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, scratch / SINGLE, {"format": "pt"})
+        for name, text in files.items():
+            (scratch / name).write_text(text, encoding="utf-8")
+        written = _read_back(scratch, tensors, config, to)
+        scratch.chmod(0o755)  # mkdtemp's folders are private
+        if destination.exists():
+            _replace_files(destination, scratch)
+        else:
+            scratch.rename(destination)
+        return written
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace_files(destination: Path, scratch: Path) -> None:
+    """Put the new files into a folder that exists; other files of the user stay, an old checkpoint's do not."""
+    if not destination.is_dir():
+        raise ValueError(f"{destination} is a file; give a folder")
+    for stale in (*destination.glob("*.safetensors"), destination / INDEX, destination / CALIBRATION_FILE):
+        stale.unlink(missing_ok=True)
+    for file in scratch.iterdir():
+        file.replace(destination / file.name)
+
+
+def _read_back(
+    folder: Path, tensors: Mapping[str, torch.Tensor], config: DrafterConfig, to: Packaging
+) -> DrafterConfig:
+    """The record of what was written, which must be the same drafter with the same bits."""
+    findings = Findings()
+    container: Container = open_container(folder)
+    resolved = check_files(container, None, None, findings)
+    findings.raise_problems(f"the {to} checkpoint as it was written")
+    assert resolved is not None
+    assert resolved.config is not None
+    assert resolved.tensors is not None
+    differing = same_drafter(config, resolved.config)
+    if differing or resolved.config.family != FAMILY[to]:
+        changes = [f"{name}={getattr(config, name)!r} -> {getattr(resolved.config, name)!r}" for name in differing]
+        raise refusal(
+            f"read back, the {to} checkpoint is another drafter: {', '.join(changes) or resolved.config.family}",
+            "the same record",
+            "It would draft otherwise.",
+            f"This drafter cannot be written as {to}.",
+        )
+    for name, stored in read_tensors(resolved.tensors.sources, torch.device("cpu")):
+        assert stored.dtype == tensors[name].dtype, name
+        assert torch.equal(stored, tensors[name]), name
+    return resolved.config
