@@ -116,7 +116,7 @@ def format_cost(table: CostTable) -> str:
 def device_name(device: torch.device) -> str:
     """The processor behind a device, by its maker's name where that can be told."""
     if device.type == "cuda":
-        return torch.cuda.getdevice_name(device)
+        return torch.cuda.get_device_name(device)
     return _cpu_name()
 
 
