@@ -189,7 +189,7 @@ def calibrate(options: argparse.Namespace) -> int:
 
 def _effects_table(effects: Sequence[Check]) -> str:
     header = ("requests not fitted on", "T", "requests", "ECE before", "ECE after", "change", "Brier before", "after")
-    cells = [header]
+    cells: list[tuple[str, ...]] = [header]
     for check in effects:
         ece, brier = check.effect.ece, check.effect.brier
         figures = (ece.before, ece.after, ece.change, brier.before, brier.after)

@@ -58,17 +58,6 @@ class ConfidenceCalibration:
                 )
         object.__setattr__(self, "temperatures", tuple(float(value) for value in self.temperatures))
 
-    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Calibrated logits: [..., K] -> [..., K], for drafts 1..K of a block, K at most the number of temperatures."""
-        return scale_logits(logits, torch.tensor(self.temperatures, device=logits.device))
-
-    def scale_probs(self, probs: torch.Tensor) -> torch.Tensor:
-        """The same for who only has sigmoid of the logits: [..., K] in [0, 1] -> [..., K] in [0, 1].
-
-        Entries that were rounded to 0 or 1 stay there.
-        """
-        return torch.sigmoid(self.scale_logits(torch.logit(probs)))
-
     def to_dict(self) -> dict[str, Any]:
         """What the file holds."""
         return {

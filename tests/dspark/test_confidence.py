@@ -80,15 +80,6 @@ def test_step_records_hold_calibrated_confidences_and_the_same_tokens():
             assert new.accept_probs == old.accept_probs
 
 
-def test_probabilities_and_logits_are_scaled_alike():
-    calibration = ConfidenceCalibration(TEMPERATURES, "0" * 64)
-    logits = torch.randn(50, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    scaled = calibration.scale_probs(logits.sigmoid())
-    assert torch.allclose(scaled, calibration.scale_logits(logits).sigmoid(), rtol=0, atol=1e-12)
-    certain = torch.tensor([[0.0, 1.0, 1.0, 0.0]])
-    assert torch.equal(calibration.scale_probs(certain), certain)
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
