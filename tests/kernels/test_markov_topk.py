@@ -1,0 +1,212 @@
+"""The Markov chain over candidates: exact selection, and a sparse proposal that is what the tokens were drawn from."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from markov_cases import BF16, TIE, Case, Inputs, forced_logits, make
+
+from dspark.kernels.markov_candidates import (
+    CandidatesWorkspace,
+    SparseOutput,
+    candidates_chain,
+    candidates_chain_ref,
+    candidates_ref,
+    select_candidates,
+)
+from dspark.sampling import Purpose, SamplingParams, SamplingTensors, Streams, sample, to_distribution
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+CASES = [
+    pytest.param(Case(temperature=(1.0, 0.0)), 16, id="vanilla"),
+    pytest.param(
+        Case(batch=2, dtype=BF16, cache=BF16, columns=1001, rank=64, confidence="hidden+markov"), 128, id="128"
+    ),
+    pytest.param(Case(batch=1, columns=601, rank=128, confidence="hidden"), 256, id="256-in-parts"),
+    pytest.param(Case(kind="none", batch=1), 32, id="no-head"),
+    pytest.param(Case(reduced=True, padding=(1,), logit_scale=0.5), 64, id="reduced-and-padding"),
+    pytest.param(Case(masked=0.97, dtype=BF16), 16, id="fewer-finite-than-k"),
+]
+CURVED = [
+    pytest.param(Case(kind="gated", confidence="hidden+markov", rank=20), 16, id="gated"),
+    pytest.param(Case(kind="rnn", state=True, steps=3), 16, id="rnn"),
+    pytest.param(Case(fp8=True, dtype=BF16), 16, id="fp8"),
+]
+LIMITS = [
+    {"top_k": 5},
+    {"top_p": 0.6},
+    {"min_p": 0.1, "top_p": 0.9, "top_k": 40},
+    {},
+    {"top_k": 1},
+]
+
+
+def poisoned(inputs: Inputs, k: int) -> SparseOutput:
+    out = SparseOutput.allocate(inputs.weights, inputs.base, k)
+    out.tokens.fill_(-7)
+    out.ids.fill_(-7)
+    return out
+
+
+def run(inputs: Inputs, k: int, truncation: SamplingTensors | None = None) -> SparseOutput:
+    out = poisoned(inputs, k)
+    workspace = CandidatesWorkspace(inputs.weights, inputs.base, k)
+    candidates_chain(inputs.weights, inputs.base, inputs.hidden, inputs.requests, out, workspace, truncation)
+    return out
+
+
+def limits(batch: int, device: str) -> SamplingTensors:
+    return SamplingTensors.stack([SamplingParams(**LIMITS[b % len(LIMITS)]) for b in range(batch)], device)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(torch.nan_to_num(a.float(), nan=1e9), torch.nan_to_num(b.float(), nan=1e9))
+
+
+@pytest.mark.parametrize("k", [16, 64, 256])
+@pytest.mark.parametrize(
+    ("columns", "spread"),
+    [
+        pytest.param(257, 1000, id="few-ties"),
+        pytest.param(3000, 3, id="thousands-of-ties"),
+        pytest.param(1000, 0, id="all-equal"),
+    ],
+)
+def test_selection_is_exact_with_the_lower_column_among_equals(k, columns, spread, device):
+    g = torch.Generator().manual_seed(k + columns)
+    base = torch.randint(-spread, spread + 1, (2, 2, columns), generator=g).float() / 4
+    base[0, 0] *= -0.0  # both zeros are one value
+    base[0, 1, ::3] = float("-inf")
+    base[1, 1] *= 1e30
+    inputs = make(Case(kind="none"), device)
+    for dtype in (torch.float32, BF16):
+        values = base.to(device, dtype)
+        workspace = CandidatesWorkspace(inputs.weights, values, k)
+        select_candidates(values, workspace)
+        expected, chosen = candidates_ref(values, k)
+        assert torch.equal(workspace.columns.long(), expected)
+        assert torch.equal(workspace.values, chosen)
+
+
+def test_fine_differences_of_float32_are_told_apart(device):
+    base = (1 + torch.randperm(900, generator=torch.Generator().manual_seed(0)) * 2.0**-23).view(1, 1, 900).to(device)
+    workspace = CandidatesWorkspace(make(Case(kind="none"), device).weights, base, 64)
+    select_candidates(base, workspace)
+    assert torch.equal(workspace.columns.long(), candidates_ref(base, 64)[0])
+
+
+@pytest.mark.parametrize(("case", "k"), CASES)
+def test_everything_equals_the_reference_for_equal_noise(case, k, device):
+    inputs = make(case, device)
+    expected = poisoned(inputs, k)
+    lead = candidates_chain_ref(inputs.weights, inputs.base, inputs.hidden, inputs.requests, expected)
+    noisy = inputs.live & (inputs.requests.temperature > 0)
+    assert lead[noisy].min() > TIE, "a draw of this case is nearly tied: take another seed"
+    out = run(inputs, k)
+    for name in ("tokens", "ids", "logits"):
+        assert same(getattr(out, name), getattr(expected, name)), name
+    assert torch.allclose(out.lse[inputs.live], expected.lse[inputs.live], rtol=0, atol=1e-5)
+    assert out.lse[~inputs.live].isnan().all()
+    if out.confidence is not None:
+        assert torch.allclose(out.confidence, expected.confidence, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("case", "k"), [*CASES[:2], *CURVED])
+def test_the_proposal_is_what_the_tokens_were_drawn_from(case, k, device):
+    """Losslessness: logits of the drafted tokens, and the race of the written logits, recomputed in float64."""
+    inputs = make(case, device)
+    out = run(inputs, k)
+    columns = candidates_ref(inputs.base, k)[0]
+    exact = forced_logits(inputs, out.tokens).gather(-1, columns)
+    assert (out.logits - exact).abs().max() < (2**-6 if case.dtype == BF16 and case.kind != "vanilla" else 1e-4)
+    settings = [SamplingParams(temperature=t) for t in inputs.requests.temperature.tolist()]
+    probs = to_distribution(out.logits.double(), SamplingTensors.stack(settings, device))
+    positions = inputs.requests.positions[:, None] + torch.arange(case.steps, device=device)
+    drawn = sample(probs, Streams(inputs.requests.seeds), positions, Purpose.DRAFT, out.ids)
+    assert torch.equal(out.tokens, drawn)
+    proposal = out.proposal(inputs.requests.temperature)
+    assert torch.allclose(proposal.probs.double(), probs, rtol=0, atol=2e-6)
+
+
+def test_all_columns_as_candidates_are_the_dense_chain(device):
+    """The same token as in the dense race: noise belongs to target ids."""
+    case = Case(columns=64, batch=5, temperature=(1.0, 0.5, 0.0), steps=3)
+    inputs = make(case, device)
+    out = run(inputs, 64)
+    dense = forced_logits(inputs, out.tokens)
+    settings = [SamplingParams(temperature=t) for t in inputs.requests.temperature.tolist()]
+    probs = to_distribution(dense.double(), SamplingTensors.stack(settings, device))
+    positions = inputs.requests.positions[:, None] + torch.arange(case.steps, device=device)
+    assert torch.equal(out.tokens, sample(probs, Streams(inputs.requests.seeds), positions, Purpose.DRAFT))
+
+
+@pytest.mark.parametrize("k", [32, 64])
+def test_truncation_is_that_of_the_sampling_package(k, device):
+    case = Case(batch=6, temperature=(1.0, 2.0, 1.5), steps=2, reduced=True)
+    inputs = make(case, device)
+    truncation = limits(case.batch, device)
+    out = run(inputs, k, truncation)
+    columns = candidates_ref(inputs.base, k)[0]
+    exact = forced_logits(inputs, out.tokens).gather(-1, columns).double()
+    order = out.ids.argsort(-1)  # of tied candidates the lower target id is kept
+    expected = to_distribution(
+        exact.gather(-1, order), replace(truncation, temperature=inputs.requests.temperature.double())
+    )
+    assert torch.equal(out.logits.gather(-1, order).isfinite(), expected > 0)
+    probs = out.proposal(inputs.requests.temperature).probs.gather(-1, order)
+    assert torch.allclose(probs.double(), expected, rtol=0, atol=2e-6)
+    positions = inputs.requests.positions[:, None] + torch.arange(case.steps, device=device)
+    ids = out.ids.gather(-1, order)
+    assert torch.equal(out.tokens, sample(expected, Streams(inputs.requests.seeds), positions, Purpose.DRAFT, ids))
+
+
+def test_truncation_equals_its_reference(device):
+    case = Case(batch=5, temperature=(1.0, 0.0, 2.0), padding=(3,))
+    inputs = make(case, device)
+    truncation = limits(case.batch, device)
+    expected = poisoned(inputs, 32)
+    candidates_chain_ref(inputs.weights, inputs.base, inputs.hidden, inputs.requests, expected, truncation)
+    out = run(inputs, 32, truncation)
+    for name in ("tokens", "ids", "logits"):
+        assert same(getattr(out, name), getattr(expected, name)), name
+
+
+def test_a_request_does_not_depend_on_its_batch(device):
+    case = Case(batch=4, temperature=(1.0, 0.0, 0.6), kind="rnn")
+    inputs = make(case, device)
+    together = run(inputs, 16)
+    for index in ([2], [3, 0]):
+        alone = run(inputs.rows(index), 16)
+        for name in ("tokens", "ids", "logits", "lse"):
+            assert torch.equal(getattr(alone, name), getattr(together, name)[index]), name
+
+
+@pytest.mark.parametrize(
+    ("k", "message"),
+    [
+        pytest.param(17, r"k must be one of \(16, 32, 64, 128, 256\)", id="not-a-power"),
+        pytest.param(256, "at most 100", id="more-than-columns"),
+    ],
+)
+def test_bad_numbers_of_candidates_are_named(k, message):
+    with pytest.raises(ValueError, match=message):
+        CandidatesWorkspace(make(Case(kind="none"), "cpu").weights, torch.zeros(1, 1, 100), k)
+
+
+def test_a_graph_replays_with_new_inputs(device):
+    if device == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    case = Case(batch=3, dtype=BF16, cache=BF16, columns=4096, rank=64, steps=4)
+    inputs = make(case, device)
+    out, workspace = poisoned(inputs, 32), CandidatesWorkspace(inputs.weights, inputs.base, 32)
+    arguments = (inputs.weights, inputs.base, inputs.hidden, inputs.requests, out, workspace)
+    candidates_chain(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        candidates_chain(*arguments)
+    inputs.requests.seeds.add_(1)
+    graph.replay()
+    replayed = out.tokens.clone()
+    candidates_chain(*arguments)
+    assert torch.equal(replayed, out.tokens)
