@@ -1,29 +1,41 @@
-"""Everything that the plug-in changes in vLLM; five patches, each with its reason. Checked against CHECKED_RELEASES.
+"""Everything that the plug-in changes in vLLM, each patch with its reason.
 
-With another speculative method, or with the V2 model runner (which has its own DSpark), each patched function returns
-what vLLM's own returns.
+On the releases of V1_RELEASES the V1 model runner learns DSpark (patches 1 to 5). On those of V2_RELEASES the V2
+runner, which has a DSpark of its own, drafts and verifies with our kernels (patches 6 and 7). With another
+speculative method each patched function returns what vLLM's own returns.
 """
 
-from functools import wraps
+import sys
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 
-CHECKED_RELEASES = ("0.32.0",)
+V1_RELEASES = ("0.32.0",)
+V2_RELEASES = ("0.33.0",)
 METHOD = "dspark"
 # The words with which vLLM refuses the method on the V1 model runner.
 REFUSAL = "dspark speculative decoding"
 _MARK = "_patched_by_dspark"
 
 
-def apply_patches() -> None:
-    """Apply 1 and 2 (once per process); 2 applies the others where they are needed."""
+def apply_patches(release: str) -> None:
+    """Apply what belongs to a release, once per process; the patches of modules that are heavy to import come later,
+    when a runner is about to be built.
+
+    Args:
+        release: vLLM's version without build suffix, one of V1_RELEASES or V2_RELEASES.
+    """
     if hasattr(VllmConfig, _MARK):
         return
     setattr(VllmConfig, _MARK, True)
-    _patch_unsupported_features()
-    _patch_runner_choice()
+    if release in V1_RELEASES:
+        _patch_unsupported_features()
+        _patch_runner_choice()
+    if release in V2_RELEASES:
+        _patch_v2_configuration()
+        _patch_v2_runner_choice()
 
 
 def _uses_method(config: VllmConfig) -> bool:
@@ -153,3 +165,59 @@ def _patch_seeded_chunks() -> None:
 
     setattr(sample_tokens, _MARK, True)
     GPUModelRunner.sample_tokens = sample_tokens
+
+
+def _patch_v2_configuration() -> None:
+    """6. A configuration for the V2 runner is checked before any model is loaded.
+
+    vLLM checks neither the kind of head nor the block width, and would find a gated or recurrent head only when its
+    tensors do not fit. This runs in the process that the user started.
+    """
+    vllms_own = VllmConfig._validate_v2_model_runner
+
+    @wraps(vllms_own)
+    def validate_v2_model_runner(self: VllmConfig) -> None:
+        vllms_own(self)
+        if _uses_method(self):
+            # Imports the library, for which processes with another method need not wait.
+            from dspark.vllm.requirements import check_v2_configuration
+
+            check_v2_configuration(self)
+
+    VllmConfig._validate_v2_model_runner = validate_v2_model_runner
+
+
+def _patch_v2_runner_choice() -> None:
+    """7. Where a worker chooses the V2 runner, that runner builds our speculator and our rejection sampler.
+
+    The runner's module has both under names of its own, which are replaced by functions that fall back to vLLM's for
+    everything that is not ours. Only workers have `gpu_worker` imported when they ask; other processes ask too, and
+    need not import a runner for it.
+    """
+    vllms_own = VllmConfig.use_v2_model_runner.fget
+    assert vllms_own is not None
+
+    @wraps(vllms_own)
+    def use_v2_model_runner(self: VllmConfig) -> bool:
+        use_v2 = vllms_own(self)
+        if use_v2 and _uses_method(self) and "vllm.v1.worker.gpu_worker" in sys.modules:
+            patch_v2_runner_module()
+            from dspark.vllm.kda_choice import prepare_kda_layers
+
+            prepare_kda_layers(self)  # 8. KDA layers of the target replay their step with our kernels
+        return use_v2
+
+    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)
+
+
+def patch_v2_runner_module() -> None:
+    """The second half of 7."""
+    from vllm.v1.worker.gpu import model_runner as module
+
+    if hasattr(module, _MARK):
+        return
+    setattr(module, _MARK, True)
+    from dspark.vllm.v2 import make_rejection_sampler, make_speculator
+
+    module.init_speculator = partial(make_speculator, module.init_speculator)
+    module.RejectionSampler = partial(make_rejection_sampler, module.RejectionSampler)

@@ -1,10 +1,11 @@
-"""What a configuration must be for DSpark on the V1 model runner, checked before any model is loaded.
+"""What a configuration must be for DSpark, checked before any model is loaded; on either model runner.
 
 A combination that was not shown to be right is refused here with its reason; the alternative is output that is wrong,
 or drafts that are silently never accepted.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -59,6 +60,41 @@ def check_configuration(config: VllmConfig) -> None:
         raise ValueError(f"dspark cannot run on vLLM's V1 model runner as configured:\n{listed}")
     # vLLM counts these as the drafter does: 0 is the embedding, k the output of layer k - 1.
     speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = list(drafter.tap_ids)
+
+
+def check_v2_configuration(config: VllmConfig) -> None:
+    """Refuse what would run wrongly on the V2 model runner, and put into vLLM's config of the drafter what our reading
+    of the checkpoint says. Drafters that are not ours to serve are left alone.
+
+    Raises:
+        ValueError: every reason why this configuration cannot run; a problem of the checkpoint is a `CheckpointError`.
+    """
+    from dspark.vllm.v2_plan import is_ours, make_plan
+
+    if not is_ours(config):
+        return
+    draft = config.speculative_config.draft_model_config
+    drafter = resolve_drafter(draft.model, config.model_config)
+    make_plan(config, drafter)
+    align_drafter_config(draft.hf_config, drafter)
+
+
+def align_drafter_config(hf_config: Any, drafter: DrafterConfig) -> None:
+    """Give vLLM's config of the drafter the values that the checkpoint was resolved to.
+
+    vLLM reads the same keys with other precedences and defaults: it takes a missing layout key of speculators for
+    1+N only where its own conversion wrote one, ignores `sliding_window_non_causal`, and applies a
+    `partial_rotary_factor` that is a copy of the target's.
+    """
+    hf_config.eagle_aux_hidden_state_layer_ids = list(drafter.tap_ids)  # 0 is the embedding, k the output of k - 1
+    hf_config.sample_from_anchor = drafter.anchor_first
+    hf_config.mask_token_id = drafter.mask_token_id
+    hf_config.draft_vocab_size = drafter.draft_vocab_size
+    if any(layer.causal != (layer.window is not None) for layer in drafter.layers):  # vLLM's own rule
+        hf_config.is_causal = drafter.layers[0].causal  # all layers alike, or the plan would have refused it
+    rope = getattr(hf_config, "rope_parameters", None)
+    if isinstance(rope, dict) and drafter.rope.rope_type == "default":
+        rope.pop("partial_rotary_factor", None)
 
 
 def resolve_drafter(path: str, target: ModelConfig) -> DrafterConfig:

@@ -1,0 +1,158 @@
+"""The V2 speculator drafts the very tokens of the library's drafter, from the q that it stores for verification."""
+
+import pytest
+import torch
+from v2_engine import Step, fill_buffers, load_speculator, make_config, one_process, without_v1_checks
+
+from dspark import load_drafter
+from dspark.sampling import SamplingParams, SamplingTensors, Streams, draft_token
+from dspark.schedule import step_streams
+from dspark.vllm.v1 import served_target
+
+STEP = Step(
+    slots=[6, 2, 7],
+    anchor_positions=[10, 20, 33],
+    anchors=[11, 5, 200],
+    temperatures=[0.0, 0.7, 1.3],
+    seeds=[5, -7, 2**61 + 3],
+)
+PADDED = 5
+UNTOUCHED = -9
+
+FULL = {"packaging": "speculators", "transformer_layer_config__layer_types": ["full_attention"] * 2}
+HEADS = [
+    pytest.param({}, id="vanilla"),
+    pytest.param({"markov_head_type": "gated"}, id="gated"),
+    pytest.param({"markov_head_type": "rnn"}, id="rnn"),
+    pytest.param({"markov_head_type": "rnn", "sample_from_anchor": False, "block_size": 5}, id="rnn-1+N"),
+    pytest.param({"markov_rank": 0, "confidence_head_with_markov": False}, id="no-markov-head"),
+    pytest.param(FULL, id="reduced-1+N"),
+    pytest.param({"markov_head_type": "gated"} | FULL, id="reduced-gated-1+N"),
+]
+
+
+@pytest.fixture
+def loaded(target, drafter, tmp_path, monkeypatch):
+    """loaded(changes, speculative, **options): speculator, and the library's drafter of the same files."""
+    without_v1_checks(monkeypatch)
+    contexts = []
+
+    def make(changes, speculative, **options):
+        path = drafter(changes.get("packaging", "deepspec"), **{k: v for k, v in changes.items() if k != "packaging"})
+        config = make_config(target, path, speculative, **options)
+        context = one_process(config, tmp_path / "store")
+        context.__enter__()
+        contexts.append(context)
+        speculator, target_model = load_speculator(config)
+        library = load_drafter(path, target=served_target(target_model, config), dtype=torch.float32)
+        return speculator, library
+
+    yield make
+    for context in contexts:
+        context.__exit__(None, None, None)
+
+
+def run(speculator, step=STEP):
+    """Head hidden states [R, rows, H] of a random block, drafted."""
+    generator = torch.Generator().manual_seed(1)
+    rows = speculator.num_query_per_req
+    hidden = torch.randn(PADDED * rows, 32, generator=generator)
+    fill_buffers(speculator, step)
+    speculator.draft_tokens.fill_(UNTOUCHED)
+    speculator._sample_sequential(PADDED, hidden)
+    return hidden.view(PADDED, rows, -1)[: len(step.slots)]
+
+
+def library_chain(library, hidden, step, drafting="probabilistic", streams=None):
+    """Tokens [R, K], q [R, K, V] over target ids, and confidence logits of the library."""
+    sampling = SamplingTensors.stack([SamplingParams(temperature=t) for t in step.temperatures])
+    streams = Streams(torch.tensor(step.seeds)) if streams is None else streams
+    ids, tokens, rows = library.draft_ids(), [], []
+    columns = torch.arange(library.target_vocab_size) if ids is None else ids
+
+    def pick(i, logits):
+        visible = logits if ids is not None else logits[:, : library.target_vocab_size]
+        positions = torch.tensor(step.anchor_positions) + 1 + i
+        token, q = draft_token(visible, sampling, streams, positions, drafting, ids)
+        dense = torch.zeros(len(step.slots), library.target_vocab_size)
+        dense[:, columns] = (
+            torch.nn.functional.one_hot(visible.argmax(-1), visible.shape[1]).float() if q is None else q
+        )
+        tokens.append(token)
+        rows.append(dense)
+        return token
+
+    confidence = library.chain(hidden, torch.tensor(step.anchors), 4, pick)
+    return torch.stack(tokens, 1), torch.stack(rows, 1), confidence
+
+
+def stored_q(speculator, step=STEP):
+    """[R, K, V] from the store, as verification computes it; greedy rows are left out of comparisons."""
+    store, temperature = speculator.store, torch.tensor(step.temperatures).clamp_min(1e-3)[:, None, None]
+    if store.ids is None:
+        return (store.logits[list(step.slots)] / temperature - store.logsumexp[list(step.slots)][..., None]).exp()
+    values = (store.values[list(step.slots)] / temperature).softmax(-1)
+    dense = torch.zeros(len(step.slots), values.shape[1], 259)
+    return dense.scatter_(-1, store.ids[list(step.slots)], values)
+
+
+@pytest.mark.parametrize("changes", HEADS)
+def test_drafts_and_q_are_the_librarys(changes, loaded):
+    speculator, library = loaded(changes, {"draft_sample_method": "probabilistic"})
+    hidden = run(speculator)
+    tokens, q, _ = library_chain(library, hidden, STEP)
+    assert speculator.draft_tokens[:3].tolist() == tokens.tolist()
+    assert (stored_q(speculator) - q)[1:].abs().max() < 2e-6
+    assert (speculator.draft_tokens[3:] == UNTOUCHED).all(), "padding rows were written"
+    unused = [slot for slot in range(8) if slot not in STEP.slots]
+    assert speculator.store.logits[unused].isneginf().all()
+
+
+@pytest.mark.parametrize("changes", [{}, HEADS[5].values[0]], ids=["whole", "reduced"])
+def test_greedy_drafting_keeps_no_q(changes, loaded):
+    speculator, library = loaded(changes, {"draft_sample_method": "greedy"})
+    hidden = run(speculator)
+    tokens, _, _ = library_chain(library, hidden, STEP, "greedy")
+    assert speculator.draft_tokens[:3].tolist() == tokens.tolist()
+    assert speculator.draft_logits is None, "this is how vLLM marks one-hot proposals"
+
+
+@pytest.mark.parametrize("changes", [{}, HEADS[6].values[0]], ids=["whole", "reduced-gated"])
+def test_candidates_of_each_row(changes, loaded):
+    """With as many candidates as matter, top-k drafting is drafting; the dense cache is gone."""
+    options = {"draft_sample_method": "probabilistic", "dspark_draft_topk": 16}
+    speculator, library = loaded(changes, options)
+    hidden = run(speculator)
+    first = library.config.first_draft_row
+    base = library.base_logits(hidden[:, first : first + 4])
+    kept = base >= base.topk(16, dim=-1).values[..., -1:]
+    full, library.base_logits = library.base_logits, lambda rows: full(rows).masked_fill(~kept, float("-inf"))
+    tokens, q, _ = library_chain(library, hidden, STEP)
+    assert speculator.draft_tokens[:3].tolist() == tokens.tolist()
+    assert (stored_q(speculator) - q)[1:].abs().max() < 2e-6
+    assert speculator.draft_logits.numel() == 0
+    assert speculator.store.logits is None
+
+
+def test_confidences_and_numbers_of_each_step(loaded):
+    """Adaptive verification reads probabilities, and drafts with numbers that no other step uses."""
+    adaptive = {"draft_sample_method": "probabilistic", "enable_adaptive_verification": True}
+    speculator, library = loaded({}, adaptive)
+    hidden = run(speculator)
+    streams = step_streams(Streams(torch.tensor(STEP.seeds)), torch.tensor(STEP.anchor_positions))
+    tokens, _, confidence = library_chain(library, hidden, STEP, streams=streams)
+    assert speculator.draft_tokens[:3].tolist() == tokens.tolist()
+    probs = speculator.draft_token_confidence_probs[:3]
+    assert torch.allclose(probs, confidence.sigmoid(), atol=1e-6)
+
+
+def test_a_requests_drafts_do_not_depend_on_its_neighbours(loaded):
+    speculator, _ = loaded({}, {"draft_sample_method": "probabilistic"})
+    run(speculator)
+    together = speculator.draft_tokens[1].tolist()
+    hidden = torch.randn(PADDED * speculator.num_query_per_req, 32, generator=torch.Generator().manual_seed(1))
+    rows = speculator.num_query_per_req
+    alone = Step([3], [20], [5], [0.7], [-7])
+    fill_buffers(speculator, alone)
+    speculator._sample_sequential(1, hidden[rows : 2 * rows])
+    assert speculator.draft_tokens[0].tolist() == together
