@@ -39,7 +39,7 @@ import torch.nn.functional as F
 
 from dspark.drafter import Drafter
 from dspark.evals.target_states import StateStore, TargetPath
-from dspark.evals.text_groups import ScoringRule, TextGroup, budget_rows, context_at, group_paths
+from dspark.evals.text_groups import ScoringRule, TextGroup, budget_bytes, budget_rows, context_at, group_paths
 from dspark.sampling import to_distribution
 from dspark.target import HFTarget
 
@@ -110,7 +110,8 @@ def score_paths(
     scored = [(request, path) for request, path in enumerate(paths) if path.num_anchors]
     for group in group_paths(scored, budget_rows(target, 3)):
         texts = TextGroup(target, drafter, store, [path for _, path in group], rule)
-        for chunk in texts.anchors.split(min(MAX_CHUNK, budget_rows(target, 6 + rule.num_draft_tokens))):
+        rows = budget_rows(target, 6 + rule.num_draft_tokens)
+        for chunk in texts.anchors.split(max(min(MAX_CHUNK, rows, texts.anchors_in(budget_bytes(target))), 1)):
             parts.append(_score_chunk(drafter, texts, chunk, rule, [request for request, _ in group]))
             if on_scored is not None:
                 on_scored(len(chunk))
@@ -139,7 +140,7 @@ class _Judge:
 
     def draft_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """q [A, D], where it is not one-hot."""
-        return to_distribution(logits, self.rule.draft_params)
+        return to_distribution(logits[None], self.rule.draft_params)[0]  # one request: they share their parameters
 
     def visible(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [A, D] of ids that the target has."""

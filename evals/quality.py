@@ -170,7 +170,8 @@ def _text_sets(
     progress: bool,
 ) -> list[_TextSet]:
     """Open the stores and complete the texts of every data set and temperature; states come later."""
-    opened = []
+    opened: list[tuple[Dataset, float, StateStore]] = []
+    stores: dict[Path, StateStore] = {}  # completions are the same at every temperature
     for dataset in datasets:
         for temperature in settings.temperatures:
             description = describe_states(target, settings, dataset, prompt_format, temperature)
@@ -179,7 +180,9 @@ def _text_sets(
                 description["continuation"], folder = "data set", f"{dataset.name}-completions"
                 description["sampling"] = {"max_new_tokens": settings.max_new_tokens}
             key = f"-{states_key(description)}" if options.keyed else ""
-            opened.append((dataset, temperature, StateStore(root / (folder + key), description)))
+            path = root / (folder + key)
+            stores[path] = stores.get(path) or StateStore(path, description)
+            opened.append((dataset, temperature, stores[path]))
     if options.completions:
         texts = [read_completions(target, d, prompt_format, settings.max_new_tokens) for d, _, _ in opened]
     else:

@@ -8,7 +8,7 @@ Two commands that print it:
     dspark quality --dataset default --num-draft-tokens 2 4 8 --ablate markov
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dspark.evals.quality import QualityRow
 from dspark.evals.quality_figures import PositionQuality
@@ -56,7 +56,7 @@ def format_quality(rows: Sequence[QualityRow]) -> str:
             longest[key] = row
     for key, row in longest.items():
         lines += ["", key, *_position_table(row.quality.positions)]
-    return "\n".join([*lines, "", *dict.fromkeys(_basis(row) for row in rows)])
+    return "\n".join([*lines, "", *dict.fromkeys(_basis(row) for row in rows), *dict.fromkeys(_rounding(rows))])
 
 
 def _cells(row: QualityRow) -> tuple[str, ...]:
@@ -93,14 +93,23 @@ def _basis(row: QualityRow) -> str:
     sampling = states["sampling"]
     text = f"{row.dataset}: sha256 {states['dataset']['sha256'][:8]}, {states['prompt_format']['mode']} prompts, "
     if states["continuation"] == "data set":
-        return (
-            text + "on the data set's completions, which the target did not sample"
-        )
+        return text + "on the data set's completions, which the target did not sample"
     return (
         f"{text}continued by the target at top_k={sampling['top_k']} top_p={sampling['top_p']} "
         f"min_p={sampling['min_p']}, at most {sampling['max_new_tokens']} tokens, seed {sampling['seed']}; "
         f"{row.settings['drafting']} drafting; {states['target']['dtype']}; intervals over requests"
     )
+
+
+def _rounding(rows: Sequence[QualityRow]) -> Iterator[str]:
+    """Where the pass that computed the states and the steps that wrote the text disagree."""
+    for row in rows:
+        if row.quality.num_rescored:
+            yield (
+                f"{row.dataset} T={row.temperature:g}: {row.quality.num_rescored} of {row.quality.num_committed} "
+                "tokens are not what their states call possible (at temperature 0: likeliest), by rounding; they count "
+                "as the target's all the same"
+            )
 
 
 def number(estimate: Estimate, digits: int = 2, interval: bool = False) -> str:

@@ -51,12 +51,16 @@ class ScoringRule:
         return self.params if self.draft_truncation else SamplingParams(temperature=self.params.temperature)
 
 
+def budget_bytes(target: HFTarget) -> int:
+    """What one group of requests, and one chunk of anchors, may take on the target's device."""
+    if target.device.type != "cuda":
+        return CPU_BYTES
+    return min(GPU_BYTES, int(torch.cuda.get_device_properties(target.device).total_memory * GPU_SHARE))
+
+
 def budget_rows(target: HFTarget, copies: int) -> int:
     """Rows [V] of float32 that fit into the budget `copies` times."""
-    budget = CPU_BYTES
-    if target.device.type == "cuda":
-        budget = min(GPU_BYTES, int(torch.cuda.get_device_properties(target.device).total_memory * GPU_SHARE))
-    return max(budget // (4 * copies * target.vocab_size), 1)
+    return max(budget_bytes(target) // (4 * copies * target.vocab_size), 1)
 
 
 def group_paths(paths: list[tuple[int, TargetPath]], max_rows: int) -> Iterator[list[tuple[int, TargetPath]]]:
@@ -107,6 +111,12 @@ class TextGroup:
         if self.ids is not None:
             self.column = torch.full((self.vocab_size,), -1, device=device)
             self.column[self.ids] = torch.arange(len(self.ids), device=device)
+
+    def anchors_in(self, num_bytes: int) -> int:
+        """Anchors whose context fits into `num_bytes`: each gets its own copy, and one layer's once more."""
+        stored = [kept for kept in (*self.context.keys, *self.context.values) if kept is not None]
+        each = sum(self.context.max_length * kept[0, 0].numel() * kept.element_size() for kept in stored)
+        return num_bytes // max(2 * each, 1)
 
     def num_rescored(self, rows: torch.Tensor, offsets: torch.Tensor) -> int:
         """Path tokens behind these anchors that the states rule out."""

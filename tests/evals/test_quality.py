@@ -8,36 +8,23 @@ import pytest
 import torch
 from loop_enumeration import Enumeration
 from pairs import counting_pair, drafter_config, tiny_drafter, tiny_target
-from test_quality_law import PROMPT, VOCAB, score_all_texts
+from quality_cases import PROMPT, VOCAB, paths_of, score, score_all_texts
 from tiny_target import tiny_model, tiny_tokenizer
 
 from dspark.evals import EvalSettings, evaluate, text_groups
 from dspark.evals import block_scores as scores_module
 from dspark.evals.acceptance import judged_counts, judged_positions
-from dspark.evals.block_scores import ScoringRule, score_paths, without_markov
+from dspark.evals.block_scores import ScoringRule, without_markov
 from dspark.evals.quality import QualityOptions, score_drafters, write_results
 from dspark.evals.quality_figures import loop_law, measure_quality, request_sums
 from dspark.evals.quality_report import format_quality
 from dspark.evals.stats import Bootstrap
-from dspark.evals.target_states import StateStore, TargetPath, compute_states
+from dspark.evals.target_states import TargetPath
 from dspark.loop import generate
 from dspark.sampling import SamplingParams
 from dspark.target import HFTarget
 
 Z_LIMIT = 5.0  # two-sided false-alarm rate 6e-7 per figure, if it ever were run with other seeds
-
-
-def paths_of(generations, max_new_tokens):
-    return [
-        TargetPath(i, None, tuple(g.prompt_ids), tuple(g.token_ids), g.finish_reason, max_new_tokens)
-        for i, g in enumerate(generations)
-    ]
-
-
-def score(target, drafter, paths, folder, rule):
-    store = StateStore(folder, {"test": 1})
-    compute_states(target, store, paths, drafter.config.tap_ids, progress=False)
-    return score_paths(target, drafter, store, paths, rule)
 
 
 def realised_sums(generations, num_draft_tokens):
@@ -330,6 +317,19 @@ def test_changed_settings_refuse_the_states_or_stand_beside_them(pair, prompts, 
     for chosen in (settings, changed, settings):
         score_drafters(target, drafters, chosen, keyed, progress=False)
     assert len(list((tmp_path / "keyed").iterdir())) == 2
+
+
+def test_completions_are_scored_at_every_temperature_on_the_same_states(pair, tmp_path):
+    target, drafters = pair
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"prompt": "a", "completion": "an answer"}\n{"prompt": "b", "completion": "another answer"}\n')
+    settings = EvalSettings((str(path),), temperatures=(0.0, 1.0), max_new_tokens=32)
+    options = QualityOptions(completions=True, states=tmp_path / "states")
+    rows = score_drafters(target, {"rnn": drafters["rnn"]}, settings, options, progress=False)
+    assert [row.quality.num_committed for row in rows] == [8 + 13, 8 + 13]
+    assert [folder.name for folder in (tmp_path / "states").iterdir()] == ["answers-completions"]
+    assert len(list((tmp_path / "states").rglob("*.safetensors"))) == 1
+    assert "on the data set's completions, which the target did not sample" in format_quality(rows)
 
 
 @pytest.mark.parametrize(

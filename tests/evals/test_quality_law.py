@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from loop_enumeration import Enumeration
 from pairs import drafter_config, tiny_drafter, tiny_target
+from quality_cases import PROMPT, VOCAB, score_all_texts
 
-from dspark.evals.block_scores import ScoringRule, score_paths
 from dspark.evals.quality_figures import loop_law, request_sums
-from dspark.evals.target_states import StateStore, TargetPath, compute_states
 from dspark.sampling import SamplingParams
 
-VOCAB, K, PROMPT = 4, 2, (1, 3, 0, 2)
+K = 2
 
 CASES = [
     pytest.param({}, {}, {}, id="plain"),
@@ -36,19 +35,6 @@ def target(request):
     target = tiny_target(VOCAB, spread=0.7)
     target.model.generation_config.eos_token_id = request.param
     return target
-
-
-def score_all_texts(target, drafter, enumeration, folder, rule_options, num_draft_tokens=K):
-    """Scores of every text, and the texts' probabilities."""
-    params = enumeration.params
-    paths, weights = [], []
-    for index, (tokens, weight) in enumerate(enumeration.paths().items()):
-        paths.append(TargetPath(index, None, PROMPT, tokens, None, params.max_new_tokens))
-        weights.append(weight)
-    store = StateStore(folder, {"test": 1})
-    compute_states(target, store, paths, drafter.config.tap_ids, progress=False)
-    rule = ScoringRule(params, num_draft_tokens, **rule_options)
-    return score_paths(target, drafter, store, paths, rule), np.array(weights)
 
 
 @pytest.mark.parametrize(("changes", "sampling", "options"), CASES)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from pairs import counting_pair
-from test_quality import paths_of, score
+from quality_cases import paths_of, score
 
 from dspark.evals.block_scores import ScoringRule
 from dspark.evals.quality import QualityRow
