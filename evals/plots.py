@@ -10,6 +10,7 @@ Whiskers are 95% bootstrap intervals over requests, as everywhere in a report. S
 left out of the lines: their resamples hardly differ, and a narrow interval would look like certainty.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ STYLE = {
     "figure.constrained_layout.use": True,
 }
 FEWEST = 10
+MOST_COLUMNS = 4
 WHISKER = {"capsize": 2.5, "elinewidth": 1.1, "markersize": 4.5, "linewidth": 1.3}
 
 
@@ -113,20 +115,43 @@ def _line(axes: Any, x: np.ndarray, estimates: Sequence[Estimate], colour: str, 
     return axes.errorbar(x, value, reach, color=colour, **WHISKER, **options)
 
 
-def _grid_of_cells(runs: Sequence[Run], draw: Callable[[Any, str, float], None], legend_columns: int) -> Any:
-    """Panels: a row per temperature, a column per data set; one legend above."""
+def _panels(count: int, num_groups: int = 1) -> tuple[Any, list[list[Any]]]:
+    """A figure with `num_groups` groups of `count` panels, each group in rows of at most `MOST_COLUMNS`."""
+    columns = min(count, MOST_COLUMNS)
+    rows = math.ceil(count / columns)
+    width, height = (2.9, 2.5) if count > 1 else (5.0, 2.7)
+    figure, grid = _figure(rows * num_groups, columns, width, height, sharey=True)
+    groups = [part.ravel().tolist() for part in np.split(grid, num_groups)]
+    for group in groups:
+        for unused in group[count:]:
+            unused.set_axis_off()
+    return figure, [group[:count] for group in groups]
+
+
+def _legend(figure: Any, panels: Iterable[Any]) -> None:
+    """One legend above all panels, in as many columns as fit."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        found = axes.get_legend_handles_labels()
+        handles |= dict(zip(found[1], found[0], strict=True))
+    if handles:
+        inches = 0.5 + 0.07 * max(map(len, handles))
+        columns = max(1, min(len(handles), int(figure.get_figwidth() / inches)))
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns)
+
+
+def _grid_of_cells(runs: Sequence[Run], draw: Callable[[Any, str, float], None]) -> Any:
+    """Panels by draft position: a group per temperature, a panel per data set; one legend above."""
     cells = list(dict.fromkeys(cell for run in runs for cell in run.cells))
     datasets, temperatures = list(dict.fromkeys(d for d, _ in cells)), sorted({t for _, t in cells})
-    figure, panels = _figure(len(temperatures), len(datasets), 2.9 if len(datasets) > 1 else 5.0, 2.5, sharey=True)
-    handles: dict[str, Any] = {}
-    for row, temperature in zip(panels, temperatures, strict=True):
-        for axes, dataset in zip(row, datasets, strict=True):
+    figure, groups = _panels(len(datasets), len(temperatures))
+    for group, temperature in zip(groups, temperatures, strict=True):
+        for axes, dataset in zip(group, datasets, strict=True):
             axes.set_title(f"{dataset}, temperature {temperature:g}")
             draw(axes, dataset, temperature)
-            handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    for axes in panels[-1]:
+    for axes in groups[-1]:
         axes.set_xlabel("draft position")
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=legend_columns)
+    _legend(figure, (axes for group in groups for axes in group))
     return figure
 
 
@@ -150,14 +175,14 @@ def _acceptance(run: Run) -> Any:
         x = _position_axis(axes, len(positions))
         reached = [r.num_reached >= FEWEST for r in positions]
         conditional, expected = ([getattr(r, name) for r in positions] for name in ("conditional", "expected"))
-        _line(axes, x, _shown(conditional, reached), COLOURS[0], fmt="o-", label="conditional (of those reached)")
+        _line(axes, x, _shown(conditional, reached), COLOURS[0], fmt="o-", label="conditional")
         if any(estimate.value is not None for estimate in expected):  # a server does not report it
             shown = _shown(expected, reached)
             _line(axes, x + 0.16, shown, COLOURS[1], fmt="D", mfc="white", label="expected, 1 − TV")
         unconditional = [r.unconditional for r in positions]
-        _line(axes, x, unconditional, COLOURS[2], fmt="s-", label="unconditional (of those offered)")
+        _line(axes, x, unconditional, COLOURS[2], fmt="s-", label="unconditional")
 
-    figure = _grid_of_cells([run], draw, legend_columns=3)
+    figure = _grid_of_cells([run], draw)
     figure.supylabel("share accepted", fontsize=9)
     return figure
 
@@ -175,15 +200,15 @@ def _runs(runs: Sequence[Run]) -> Any:
                 colour = COLOURS[i % len(COLOURS)]
                 _line(axes, x[: len(estimates)] + shift, estimates, colour, fmt="o-", label=run.name)
 
-    figure = _grid_of_cells(runs, draw, legend_columns=min(len(runs), 4))
+    figure = _grid_of_cells(runs, draw)
     figure.supylabel("share accepted of those reached", fontsize=9)
     return figure
 
 
 def _accepted_length(run: Run) -> Any:
     datasets = list(dict.fromkeys(dataset for dataset, _ in run.cells))
-    figure, panels = _figure(1, len(datasets), 3.0 if len(datasets) > 1 else 5.0, 2.5, sharey=True)
-    for axes, dataset in zip(panels[0], datasets, strict=True):
+    figure, (panels,) = _panels(len(datasets))
+    for axes, dataset in zip(panels, datasets, strict=True):
         rows = [row for row in run.rows if row.dataset == dataset and row.acceptance.accepted_shares]
         depth = max((len(row.acceptance.positions) for row in rows), default=0)
         for i, (row, x, width) in enumerate(_bar_places(rows, np.arange(depth + 1))):
@@ -195,8 +220,8 @@ def _accepted_length(run: Run) -> Any:
         axes.set_xticks(np.arange(depth + 1))
         axes.set_xlabel("drafts accepted in a step")
         axes.grid(visible=False, axis="x")
-    panels[0][0].set_ylabel("share of steps")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.supylabel("share of steps", fontsize=9)
+    _legend(figure, panels)
     return figure
 
 
@@ -228,7 +253,7 @@ def _tokens_per_step(runs: Sequence[Run]) -> Any:
         axes.grid(visible=False, axis="x")
         axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")  # plain decoding
     axes_list[0][0].set_ylabel("tokens per step")
-    figure.legend(*axes_list[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    _legend(figure, axes_list[0])
     return figure
 
 
