@@ -14,6 +14,7 @@ from dspark.evals import EvalSettings, format_table
 from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.compare import Comparison, Run, compare_runs, load_run, load_runs
 from dspark.evals.folder import REPORT_FILE, write_report
+from dspark.evals.records import SETTINGS_FILE
 from dspark.evals.report import format_comparison, number
 from dspark.evals.run import run_backend
 from dspark.evals.sts_runs import Check, fit_calibration, measure_scaling
@@ -35,6 +36,8 @@ def evaluate(options: argparse.Namespace) -> int:
     variants = list_variants(options)
     settings = [_settings(variant.options) for variant in variants]  # a wrong value must not cost loading two models
     out = Path(options.out) if hasattr(options, "out") else None
+    if out is not None:
+        _check_folder(out, several=len(variants) > 1)
     runs: list[Run] = []
     pair: Pair | None = None
     for variant, chosen in zip(variants, settings, strict=True):
@@ -47,6 +50,14 @@ def evaluate(options: argparse.Namespace) -> int:
     if out is not None:
         _say_where(out, write_report(out, comparison))
     return _show(comparison, options, "eval")
+
+
+def _check_folder(out: Path, several: bool) -> None:
+    """Refuse to mix a single run with the runs of a comparison: which of them a report is of would be unclear."""
+    if several and (out / SETTINGS_FILE).exists():
+        raise ValueError(f"--out {out} holds a single run; several runs need a folder of their own")
+    if not several and any(out.glob(f"*/{SETTINGS_FILE}")):
+        raise ValueError(f"--out {out} holds the runs of a comparison; a single run needs a folder of its own")
 
 
 def list_variants(options: argparse.Namespace) -> list[Variant]:

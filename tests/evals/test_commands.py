@@ -97,6 +97,10 @@ class TestCells:
         assert run(*command) == 0  # continues with the request that was torn
         assert {path: path.read_bytes() for path in records} == records
         capsys.readouterr()
+        assert run("eval", *flags, "--drafter", models[1], "--out", str(tmp_path)) == 2
+        assert "holds the runs of a comparison" in capsys.readouterr().err
+        assert run(*command[:-1], str(tmp_path / "K=1")) == 2
+        assert "holds a single run" in capsys.readouterr().err
         assert run("report", str(tmp_path)) == 0  # what the command varied may differ
         assert "compared: num_draft_tokens" in capsys.readouterr().out
 
