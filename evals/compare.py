@@ -99,7 +99,8 @@ def load_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         inner = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
         found += [(folder, run) for run in ([folder] if (folder / SETTINGS_FILE).exists() or not inner else inner)]
         if inner and (folder / RESULTS_FILE).is_file():
-            compared += json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))["comparison"]["allowed"]
+            results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+            compared += results.get("comparison", {}).get("allowed", [])
     short = [run.resolve().name for _, run in found]
     unique = len(set(short)) == len(short)
     names = short if unique else [f"{run.resolve().parent.name}/{run.resolve().name}" for _, run in found]

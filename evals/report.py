@@ -80,6 +80,8 @@ def describe_settings(row: ResultRow) -> str:
             f"K={settings['num_draft_tokens']}, block {drafter['block_size']} {drafter['layout']}, "
             f"{settings['drafting']} drafting, {settings['verification']}"
         )
+        if settings.get("schedule") is not None:
+            drafting += f", schedule {settings['schedule']}"
     sampling = f"top_k={settings['top_k']} top_p={settings['top_p']} min_p={settings['min_p']}"
     return (
         f"{row.dataset}: sha256 {settings['dataset']['sha256'][:8]}, {settings['turns']} turn, {template}, {thinking}; "
