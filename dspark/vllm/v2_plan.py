@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args
 
+import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
@@ -36,6 +37,7 @@ from dspark.kernels.markov_candidates import CANDIDATES
 
 logger = init_logger("vllm.dspark")
 
+DTYPES = (torch.bfloat16, torch.float32)
 # vLLM's name for drafters with the Qwen3 backbone, whatever wrote them; and ours, while such a drafter is built.
 ARCHITECTURE = "Qwen3DSparkModel"
 OUR_ARCHITECTURE = "DSparkQwen3DraftModel"
@@ -187,6 +189,8 @@ def _why_vllms_loop(config: VllmConfig, drafter: DrafterConfig, options: Options
         return "asked for with chain='vllm'"
     if getattr(config, "watermark_config", None) is not None:
         return "drafts are watermarked"
+    if config.model_config.dtype not in DTYPES:
+        return f"the model runs in {config.model_config.dtype}, and our kernels in bfloat16 and float32"
     if config.model_config.use_fp64_gumbel:
         return "use_fp64_gumbel asks for float64 noise"
     if config.speculative_config.enable_adaptive_verification and drafter.confidence == "none":
@@ -265,7 +269,7 @@ def describe(plan: Plan, *, path: str, plugin: str, vllm: str, kernels: str) -> 
     chain = kernels or ("PyTorch" if plan.chain == "reference" else "vLLM's loop")
     chain += f" ({plan.chain_reason})" if plan.chain_reason else ""
     verifier = "our kernels" if plan.verification == "kernels" else f"vLLM's ({plan.verification_reason})"
-    notes = list(drafter.notes)
+    notes = [note for note in drafter.notes if "dspark_draft_topk" not in note]  # it is applied here
     if plan.num_draft_tokens < drafter.max_draft_tokens:
         notes.append("vLLM runs only the rows that draft, the trainer ran all: acceptance may be lower")
     if any(layer.window is not None for layer in drafter.layers):
