@@ -8,10 +8,12 @@ Read `dspark.kernels.rejection_ref` first: `verify_ref` is the definition.
 """
 
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-from dspark.kernels import HAS_TRITON, triton
+from dspark.kernels import HAS_TRITON
 from dspark.kernels.rejection_device import NO_REJECTION
 from dspark.kernels.rejection_emit import emit_kernel
 from dspark.kernels.rejection_judge import judge_kernel, overlap_kernel
@@ -40,7 +42,7 @@ class Workspace:
     def __init__(self, batch: int, num_draft_tokens: int, vocab_size: int, device: torch.device | str) -> None:
         self.capacity = (batch, num_draft_tokens, vocab_size)
         lines = batch * max(num_draft_tokens, 1)
-        judge_parts, emit_parts = (triton.cdiv(vocab_size, tile[0]) for tile in (JUDGE_TILE, EMIT_TILE))
+        judge_parts, emit_parts = (-(-vocab_size // tile[0]) for tile in (JUDGE_TILE, EMIT_TILE))
         self.first = torch.full((batch,), NO_REJECTION, dtype=torch.int32, device=device)
         self.judge_arrived = torch.zeros(lines, dtype=torch.int32, device=device)
         self.emit_arrived = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -114,6 +116,30 @@ def verify(
     return launch_verify(block, law, workspace, out, overlap=overlap)
 
 
+class _Launch(NamedTuple):
+    """What of a launch does not change from step to step: parts of a row, and the constants it is compiled with."""
+
+    parts: int
+    constants: dict[str, int]
+
+
+@lru_cache(maxsize=256)
+def _launch(tile: tuple[int, int], at_least: int, vocab_size: int, num_draft_tokens: int, num_ids: int) -> _Launch:
+    parts = -(-vocab_size // tile[0])
+    constants = {
+        "WIDTH": max(16, _power_of_two(num_draft_tokens + 1)),
+        "IDS": max(16, _power_of_two(num_ids)),
+        "BLOCK": tile[0],
+        "PARTS": max(at_least, _power_of_two(parts)),
+        "num_warps": tile[1],
+    }
+    return _Launch(parts, constants)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length() if least > 1 else 1
+
+
 def launch_verify(
     block: Block, law: DraftLaw, workspace: Workspace, out: Verified, *, overlap: bool = False
 ) -> Verified:
@@ -121,31 +147,32 @@ def launch_verify(
     batch, num_draft_tokens = out.tokens.shape[0], out.tokens.shape[1] - 1
     logits, vocab_size = block.logits, block.logits.shape[1]
     unused = workspace.rows  # stands in for tensors that are not there
-    values = unused[:, None] if law.values is None else law.values
-    ids = unused[:, None] if law.ids is None else law.ids
-    stored = unused if law.logsumexp is None else law.logsumexp
+    has_q, listed, stored = law.values is not None, law.ids is not None, law.logsumexp is not None
+    num_ids = law.ids.shape[2] if listed else 0
     rows = (logits, block.tokens, block.row_starts)
     state = (unused if block.slots is None else block.slots, block.temperature)
     draws = (
         unused if law.slots is None else law.slots,
-        values,
-        ids,
+        law.values if has_q else unused,
+        law.ids if listed else unused,
         block.temperature if law.temperature is None else law.temperature,
     )
-    sizes = (batch, num_draft_tokens, vocab_size, 0 if law.ids is None else ids.shape[2])
-    strides = (logits.stride(0), *values.stride()[:2], *ids.stride()[:2])
+    sizes = (batch, num_draft_tokens, vocab_size, num_ids)
+    strides = (
+        logits.stride(0),
+        *(law.values.stride()[:2] if has_q else (0, 0)),
+        *(law.ids.stride()[:2] if listed else (0, 0)),
+    )
     forms = {
         "STATES": block.slots is not None,
         "SLOTS": law.slots is not None,
-        "HAS_Q": law.values is not None,
-        "DENSE": law.values is not None and law.ids is None,
+        "HAS_Q": has_q,
+        "DENSE": has_q and not listed,
         "PROBS": law.probs,
-        "WIDTH": max(16, triton.next_power_of_2(num_draft_tokens + 1)),
-        "IDS": max(16, triton.next_power_of_2(sizes[3])),
     }
-    (judge_block, judge_warps), (emit_block, emit_warps) = JUDGE_TILE, EMIT_TILE
-    judge_parts, emit_parts = triton.cdiv(vocab_size, judge_block), triton.cdiv(vocab_size, emit_block)
-    judge_grid = (judge_parts * batch * num_draft_tokens,)
+    judge = _launch(JUDGE_TILE, JUDGE_PARTS, vocab_size, num_draft_tokens, num_ids)
+    emit = _launch(EMIT_TILE, EMIT_PARTS, vocab_size, num_draft_tokens, num_ids)
+    judge_grid = (judge.parts * batch * num_draft_tokens,)
     if num_draft_tokens:
         judge_kernel[judge_grid](
             *rows,
@@ -153,24 +180,22 @@ def launch_verify(
             *state,
             block.seeds,
             *draws,
-            stored,
+            law.logsumexp if stored else unused,
             workspace.first,
             workspace.judge_arrived,
             workspace.judge_parts,
             workspace.rows,
             workspace.flags,
             *sizes,
-            judge_parts,
+            judge.parts,
             *strides,
-            stored.stride(0),
+            law.logsumexp.stride(0) if stored else 0,
             int(not overlap),
             **forms,
-            STORED=law.logsumexp is not None,
-            BLOCK=judge_block,
-            PARTS=max(JUDGE_PARTS, triton.next_power_of_2(judge_parts)),
-            num_warps=judge_warps,
+            STORED=stored,
+            **judge.constants,
         )
-    emit_kernel[(emit_parts * batch,)](
+    emit_kernel[(emit.parts * batch,)](
         *rows,
         block.positions,
         *state,
@@ -187,16 +212,14 @@ def launch_verify(
         out.num_accepted,
         out.status,
         *sizes,
-        emit_parts,
+        emit.parts,
         *strides,
         **forms,
-        BLOCK=emit_block,
-        PARTS=max(EMIT_PARTS, triton.next_power_of_2(emit_parts)),
-        num_warps=emit_warps,
+        **emit.constants,
     )
     if not overlap:
         return out
-    parts = torch.empty((batch, num_draft_tokens, judge_parts), dtype=torch.float32, device=logits.device)
+    parts = torch.empty((batch, num_draft_tokens, judge.parts), dtype=torch.float32, device=logits.device)
     if num_draft_tokens:
         overlap_kernel[judge_grid](
             *rows,
@@ -205,11 +228,10 @@ def launch_verify(
             workspace.rows,
             parts,
             *sizes,
-            judge_parts,
+            judge.parts,
             *strides,
             **forms,
-            BLOCK=judge_block,
-            num_warps=judge_warps,
+            **judge.constants,
         )
     overlaps = parts.sum(-1)
     return replace(out, overlap=overlaps)

@@ -144,7 +144,7 @@ def overlap_kernel(
     batch, num_drafts, vocab_size, num_ids, num_blocks,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
     STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """sum(min(p, q)) of a part of every offered row, after `judge_kernel` without early exit; NaN where not offered.
 

@@ -121,7 +121,7 @@ class Verified:
         # Rows of a multiple of 16 bytes: the kernels are compiled for aligned pointers, whatever the batch.
         counts = torch.empty((3, -(-batch // 4) * 4), dtype=torch.int32, device=device)[:, :batch]
         tokens = torch.empty((batch, num_draft_tokens + 1), dtype=torch.int64, device=device)
-        return cls(tokens, counts[0], counts[1], counts[2])
+        return cls(tokens, *counts.unbind())
 
 
 def raise_for_status(status: torch.Tensor) -> None:

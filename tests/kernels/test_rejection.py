@@ -20,7 +20,7 @@ REPEATS = 1 if DEVICE == "cpu" else 10
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(rejection, "JUDGE_TILE", (64, 4))
-    monkeypatch.setattr(rejection, "EMIT_TILE", (64, 4))
+    monkeypatch.setattr(rejection, "EMIT_TILE", (128, 4))
 
 
 def run(case: Case, block: Block, law: DraftLaw, workspace: Workspace | None = None, **options) -> Verified:
@@ -70,10 +70,10 @@ def test_overlap_is_that_of_every_offered_draft_reached_or_not(name):
 @pytest.mark.parametrize("name", ["dense", "sparse", "one-hot"])
 def test_a_request_does_not_depend_on_its_batch(name):
     """Bit for bit: the same blocks of the vocabulary, whoever else is there."""
-    case = replace(CASES[name], counts=(3, 1, 0, 3), temperatures=(1.0, 0.0, 1.0, 0.5))
+    case = replace(CASES[name], counts=(3, 1, 0), temperatures=(1.0, 0.0, 0.5))
     block, law = random_step(case, 3, DEVICE)
     together = run(case, block, law, overlap=True)
-    for request in range(4):
+    for request in range(3):
         single = run(replace(case, counts=(3,)), *alone(block, law, request), overlap=True)
         assert same(single, Verified(*(x[request : request + 1] for x in vars(together).values())))
         assert torch.equal(single.overlap.nan_to_num(), together.overlap[request : request + 1].nan_to_num())
