@@ -12,6 +12,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dspark import __version__
+from dspark.cli_flags import (
+    add_distribution_flags,
+    add_json_flag,
+    add_layout_flag,
+    add_pair_flags,
+    add_precision_flags,
+    add_sampling_flags,
+)
+from dspark.cli_tools import add_convert, add_doctor, add_profile
 from dspark.terminal import say
 
 DESCRIPTION = """\
@@ -21,7 +30,6 @@ states, the target verifies it in one pass, and the output stays distributed exa
 Without --target and --drafter the embedded pair runs: SmolLM2-135M-Instruct and a drafter for it that ships with this
 package. The target is fetched on first use (93 MB); DSPARK_TARGET names a local copy instead.
 """
-_REPEATABLE = "; repeatable, a run each"
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
 
 
@@ -63,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         from dspark.commands_quality import quality
 
         return quality(options)
-    if options.command in ("profile", "convert"):
+    if options.command in ("profile", "convert", "doctor"):
         from dspark import commands_tools
 
         return int(getattr(commands_tools, options.command)(options))
@@ -119,8 +127,8 @@ def build_parser() -> Parser:
     generate.add_argument(
         "--temperature", type=float, metavar="T", help="default 0, which takes the most likely token every time"
     )
-    _add_pair_flags(generate)
-    _add_sampling_flags(generate)
+    add_pair_flags(generate)
+    add_sampling_flags(generate)
 
     evaluate = commands.add_parser(
         "eval",
@@ -157,8 +165,8 @@ def build_parser() -> Parser:
         help="ask a running vLLM server, with the drafter that it was started with; --target then names the tokenizer, "
         "default: what the server's model was loaded from",
     )
-    _add_pair_flags(evaluate, repeatable=True)
-    _add_sampling_flags(evaluate, repeatable=True)
+    add_pair_flags(evaluate, repeatable=True)
+    add_sampling_flags(evaluate, repeatable=True)
     _add_report(commands, shared)
     _add_calibrate(commands, shared)
 
@@ -172,55 +180,12 @@ def build_parser() -> Parser:
     )
     inspect.add_argument("drafter", nargs="?", metavar="DRAFTER", help="folder or Hub id; default: the embedded one")
     inspect.add_argument("--target", metavar="TARGET", help="also check that the drafter fits this target")
-    _add_layout_flag(inspect)
-    _add_json_flag(inspect)
-    _add_profile(commands, shared)
-    _add_convert(commands, shared)
+    add_layout_flag(inspect)
+    add_json_flag(inspect)
+    add_profile(commands, shared)
+    add_convert(commands, shared)
+    add_doctor(commands, shared)
     return parser
-
-
-def _add_profile(commands: Any, shared: dict[str, Any]) -> None:
-    profile = commands.add_parser(
-        "profile",
-        help="time steps on this machine, for --schedule",
-        description="Time whole steps of the loop by requests that run together and by drafts verified. The table that "
-        "is written says what verifying costs here; --schedule FILE decides by it how much to verify.",
-        **shared,
-    )
-    _add_pair_arguments(profile)
-    profile.add_argument("--out", required=True, metavar="FILE", help="write the table here (JSON)")
-    profile.add_argument("--batch-size", nargs="+", type=int, metavar="B", help="default: 1 2 4 8, on a GPU up to 256")
-    profile.add_argument("--num-draft-tokens", type=int, metavar="K", help="time 0..K; default: the trained maximum")
-    profile.add_argument("--context", type=int, metavar="N", help="tokens in each prompt")
-    profile.add_argument("--temperature", type=float, metavar="T", help="of the requests; 0 leaves out sampling's work")
-    profile.add_argument("--repeats", type=int, metavar="N", help="timed steps of each kind")
-    _add_json_flag(profile)
-
-
-def _add_convert(commands: Any, shared: dict[str, Any]) -> None:
-    convert = commands.add_parser(
-        "convert",
-        help="write a drafter in the other packaging",
-        description="Write a drafter as DeepSpec or as speculators would. Weights are copied bit for bit; what the "
-        "other packaging cannot express is refused.",
-        **shared,
-    )
-    convert.add_argument("source", metavar="SRC", help="folder or Hub id")
-    convert.add_argument("destination", metavar="DST", help="folder to write")
-    convert.add_argument("--to", required=True, choices=("deepspec", "speculators"), help="the packaging to write")
-    convert.add_argument("--target", metavar="TARGET", help="copy embedding and head from here if SRC has none")
-    convert.add_argument("--verifier", metavar="NAME", help="name of the target in a speculators config")
-    convert.add_argument("--force", action="store_true", default=False, help="replace a checkpoint in DST")
-    _add_layout_flag(convert)
-    _add_json_flag(convert)
-
-
-def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    """Both models as positional arguments."""
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="folder, GGUF file or Hub id; default: embedded")
-    parser.add_argument("drafter", nargs="?", metavar="DRAFTER", help="folder or Hub id; default: embedded")
-    _add_layout_flag(parser)
-    _add_precision_flags(parser)
 
 
 def _add_quality(commands: Any, shared: dict[str, Any]) -> None:
@@ -274,10 +239,10 @@ def _add_quality(commands: Any, shared: dict[str, Any]) -> None:
     quality.add_argument("--batch-size", type=int, metavar="B", help="continuations that are decoded together")
     group = quality.add_argument_group("models, drafting and sampling")
     group.add_argument("--target", metavar="TARGET", help="the target, if every MODEL is a drafter")
-    _add_layout_flag(group)
-    _add_precision_flags(group)
-    _add_distribution_flags(group)
-    _add_json_flag(quality)
+    add_layout_flag(group)
+    add_precision_flags(group)
+    add_distribution_flags(group)
+    add_json_flag(quality)
 
 
 def _add_report(commands: Any, shared: dict[str, Any]) -> None:
@@ -296,7 +261,7 @@ def _add_report(commands: Any, shared: dict[str, Any]) -> None:
         help="a setting in which the runs may differ, such as num_draft_tokens or drafter; repeatable",
     )
     report.add_argument("--out", metavar="DIR", help="write results.json, report.md and plots here")
-    _add_json_flag(report)
+    add_json_flag(report)
 
 
 def _add_calibrate(commands: Any, shared: dict[str, Any]) -> None:
@@ -320,74 +285,4 @@ def _add_calibrate(commands: Any, shared: dict[str, Any]) -> None:
         "--check", action="append", metavar="DIR", help="another run of the drafter to measure on; repeatable"
     )
     calibrate.add_argument("--out", metavar="FILE", help="default: confidence_calibration.json in the drafter's folder")
-    _add_json_flag(calibrate)
-
-
-def _add_pair_flags(parser: argparse.ArgumentParser, repeatable: bool = False) -> None:
-    group = parser.add_argument_group("models")
-    group.add_argument(
-        "--target", metavar="TARGET", help="folder, GGUF file or Hub id of the target; default: embedded"
-    )
-    group.add_argument(
-        "--drafter",
-        action="append" if repeatable else "store",
-        metavar="DRAFTER",
-        help="folder or Hub id of the drafter; default: embedded" + _REPEATABLE * repeatable,
-    )
-    _add_layout_flag(group)
-    _add_precision_flags(group)
-
-
-def _add_precision_flags(group: Any) -> None:
-    group.add_argument(
-        "--dtype",
-        choices=("float64", "float32", "bfloat16", "float16"),
-        help="of both models; default: bfloat16 on a GPU, float32 on a CPU",
-    )
-    group.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ...; default: a GPU if there is one")
-
-
-def _add_layout_flag(group: Any) -> None:
-    group.add_argument(
-        "--layout",
-        choices=("anchor", "fill"),
-        help="block layout, for checkpoints that do not state it: the anchor's row drafts, or only the rows after it",
-    )
-
-
-def _add_sampling_flags(parser: argparse.ArgumentParser, repeatable: bool = False) -> None:
-    group = parser.add_argument_group("drafting and sampling")
-    group.add_argument(
-        "--num-draft-tokens",
-        action="append" if repeatable else "store",
-        type=int,
-        metavar="K",
-        help="drafts a step; default: all it was trained for" + _REPEATABLE * repeatable,
-    )
-    group.add_argument(
-        "--schedule",
-        metavar="FILE|threshold:P",
-        help="choose in each step how many drafts to verify: by a cost table of `dspark profile`, or while the chance "
-        "that they survive is at least P; default: all of them",
-    )
-    _add_distribution_flags(group)
-    _add_json_flag(parser)
-
-
-def _add_distribution_flags(group: Any) -> None:
-    group.add_argument(
-        "--drafting",
-        choices=("probabilistic", "greedy"),
-        help="draw drafts from the drafter's distribution (default), or take its most likely tokens; lossless both",
-    )
-    group.add_argument("--top-k", type=int, metavar="N", help="keep the N most likely tokens; 0 keeps all")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the most likely tokens up to this mass")
-    group.add_argument(
-        "--min-p", type=float, metavar="P", help="keep tokens above this share of the largest probability"
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="of the random numbers")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit")
-
-
-def _add_json_flag(parser: Any) -> None:
-    parser.add_argument("--json", action="store_true", default=False, help="one line of JSON on stdout")
+    add_json_flag(calibrate)

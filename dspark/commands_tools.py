@@ -3,17 +3,23 @@
 import argparse
 import json
 from dataclasses import asdict, fields, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dspark.commands import Pair, find_drafter, given_options, load_pair
 from dspark.commands import _load_target as load_target_named
-from dspark.commands import load_pair
 from dspark.convert import Conversion
 from dspark.convert import convert as run_convert
 from dspark.cost import CostTable
+from dspark.evals import format_prompt, load_dataset
+from dspark.evals.doctor import Diagnosis, DoctorSettings, diagnose, format_diagnosis
 from dspark.evals.settings import describe_drafter, describe_target, library_versions, source_commit
+from dspark.families import CheckpointError
+from dspark.families.container import local_folder, read_config
+from dspark.inspect import inspect_checkpoint
 from dspark.profile import ProfileSettings
 from dspark.profile import profile as run_profile
 from dspark.terminal import say
@@ -79,6 +85,39 @@ def convert(options: argparse.Namespace) -> int:
     for note in result.notes:
         say(note)
     return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """`dspark doctor`; status 1 if something is wrong with the drafter."""
+    settings = DoctorSettings(**given_options(options, DoctorSettings))  # before two models are loaded
+    path = find_drafter(options)
+    assert path is not None, "only eval has --plain"
+    inspection = inspect_checkpoint(path, layout=getattr(options, "layout", None))
+    target_name = None
+    if inspection.loadable:
+        try:
+            pair = load_pair(options)
+        except CheckpointError as error:
+            diagnosis = Diagnosis((f"it cannot be loaded for this target: {error}",))
+        else:
+            target_name = pair.target_name
+            diagnosis = _examine(pair, path, settings)
+    else:
+        diagnosis = Diagnosis(tuple(f"loading refuses it: {problem}" for problem in inspection.refusals))
+    if options.json:
+        described = {"target": target_name, "drafter": path, "settings": asdict(settings)}
+        print(json.dumps({"command": "doctor", **described, **diagnosis.to_dict()}))
+    else:
+        print(f"{path}\n{format_diagnosis(diagnosis)}")
+    return 0 if diagnosis.healthy else 1
+
+
+def _examine(pair: Pair, path: str, settings: DoctorSettings) -> Diagnosis:
+    assert pair.drafter is not None, "only eval has --plain"
+    texts = [prompt.text for prompt in load_dataset("default").prompts]
+    prompts = [format_prompt(pair.target, text) for text in islice(cycle(texts), settings.prompts)]
+    raw = read_config(local_folder(path))
+    return diagnose(pair.drafter, pair.target, raw, prompts, settings, report=say)
 
 
 def describe_conversion(result: Conversion) -> dict[str, Any]:

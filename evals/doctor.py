@@ -1,0 +1,304 @@
+"""Find the faults of a checkpoint that nothing fails on: `diagnose`, behind `dspark doctor`.
+
+    inspect        what loading refuses: names, shapes, tables, non-finite values
+    weights        all zero, or an own matrix that has nothing to do with the target's
+    readings       does the checkpoint draft better when it is read otherwise than it says?
+
+A reading's score is the expected number of accepted drafts of a block behind the tokens of a text that the target
+itself wrote, sum over k of the product of (1 - TV) up to draft k at temperature 1. Readings are compared on the same
+anchors, so that what a text makes easy or hard for all of them cancels; the interval of a difference is a bootstrap
+over requests. A reading counts as better if the whole interval lies above 0 and the gain is at least `LEAST_GAIN` of
+the score. If one is, the search goes on from it, since a checkpoint may have two faults.
+
+Two commands:
+
+    dspark doctor
+    dspark doctor TARGET DRAFTER --prompts 24
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dspark.drafter import Drafter
+from dspark.evals.doctor_text import Anchors, TargetText, choose_anchors, collect, overlaps
+from dspark.evals.readings import Reading, alternatives, tap_ids_tried
+from dspark.evals.stats import Bootstrap, Estimate
+from dspark.target import HFTarget
+
+MAX_FAULTS = 3
+LEAST_GAIN = 0.05
+# Readings that score less than this share of the best one on a few anchors are not scored on the rest.
+SCREEN_SHARE = 0.8
+SCREEN_STEP = 4
+HOPELESS = 0.1  # acceptance of draft 1 under the best reading, below which no reading is right
+ALIKE = 0.5  # mean cosine of an own matrix's rows with the target's, below which they are strangers
+
+
+@dataclass(frozen=True)
+class DoctorSettings:
+    """How much text to judge on.
+
+    `prompts`: requests. `new_tokens`: length of each continuation. `anchors`: blocks drafted in each. `seed`: of the
+    continuations.
+
+    Raises:
+        ValueError: fewer than two prompts, from which no spread can be seen, or another count below its minimum.
+    """
+
+    prompts: int = 12
+    new_tokens: int = 40
+    anchors: int = 6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompts", 2), ("new_tokens", 4), ("anchors", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+
+@dataclass(frozen=True)
+class TopicFinding:
+    """The best alternative of one topic against the reading that was kept.
+
+    `difference` is alternative minus kept, in accepted drafts per block. `verdict`: "declared" (the alternative is
+    worse for certain), "open" (no difference can be seen), or "wrong" (the alternative is right; `remedy` says what to
+    change).
+    """
+
+    topic: str
+    alternative: str
+    difference: Estimate
+    verdict: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found. `faults` are sentences with what to do, `remarks` worth knowing; no faults means healthy.
+
+    `score` and `best_score`: accepted drafts per block of the declared reading and of the best one. `acceptance`: of
+    each draft position under the best one, given the text before it.
+    """
+
+    faults: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+    findings: tuple[TopicFinding, ...] = ()
+    score: Estimate | None = None
+    best_score: Estimate | None = None
+    acceptance: tuple[float, ...] = ()
+    num_anchors: int = 0
+    num_readings: int = 0
+
+    @property
+    def healthy(self) -> bool:
+        return not self.faults
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"healthy": self.healthy, **asdict(self)}
+
+
+def diagnose(
+    drafter: Drafter,
+    target: HFTarget,
+    raw: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    settings: DoctorSettings,
+    report: Callable[[str], None] = lambda line: None,
+) -> Diagnosis:
+    """Examine a drafter that loads.
+
+    Args:
+        drafter: as it is declared.
+        target: its target; taps are changed.
+        raw: the checkpoint's config.json.
+        prompts: token ids, `settings.prompts` of them.
+        settings: how much text.
+        report: called with lines of progress.
+    """
+    faults, remarks = check_weights(drafter, target)
+    config = drafter.config
+    num_drafts = max(config.block_size - 1, 1)  # what both layouts have
+    report(f"the target continues {len(prompts)} prompts by {settings.new_tokens} tokens")
+    tap_ids = tap_ids_tried(config, target.num_layers, MAX_FAULTS)
+    num_tokens = max(settings.new_tokens, num_drafts + 2)
+    text = collect(target, prompts, tap_ids, num_tokens, settings.seed)
+    search = _Search(text, choose_anchors(text, num_drafts, settings.anchors), num_drafts, len(prompts))
+    declared = search.score(drafter)
+    if np.isnan(declared).any():
+        return Diagnosis((*faults, "the drafter's logits are not finite on ordinary text: its weights are damaged"))
+    kept, kept_scores, found = drafter, declared, []
+    while True:
+        report(f"readings beside {'the declared one' if not found else found[-1].value}")
+        candidates = list(alternatives(kept, target, raw))
+        scored = search.compare(kept_scores, candidates)
+        best = max(scored, key=lambda pair: pair[1].mean(), default=None)
+        if best is None or len(found) == MAX_FAULTS or not search.is_better(best[1], kept_scores):
+            break
+        found.append(best[0])
+        kept, kept_scores = best[0].drafter, best[1]
+    findings = search.findings(kept_scores, scored, found, declared)
+    faults += [f"{reading.topic}: {reading.value} drafts better; {reading.remedy}" for reading in found]
+    acceptance = overlaps(kept, text, search.anchors, num_drafts).mean(0)
+    if acceptance[0] < HOPELESS:
+        faults.append(
+            f"under no reading is more than {acceptance[0]:.0%} of first drafts accepted: the drafter was trained for "
+            "another target (or revision, or tokenizer), or its weights are damaged"
+        )
+    return Diagnosis(
+        faults=tuple(faults),
+        remarks=tuple(remarks),
+        findings=tuple(findings),
+        score=search.bootstrap.mean(declared),
+        best_score=search.bootstrap.mean(kept_scores),
+        acceptance=tuple(float(value) for value in acceptance),
+        num_anchors=len(search.anchors.position),
+        num_readings=search.num_readings,
+    )
+
+
+@dataclass
+class _Search:
+    """Scores of readings on one text; `num_readings` counts them."""
+
+    text: TargetText
+    anchors: Anchors
+    num_drafts: int
+    num_requests: int
+    num_readings: int = 0
+    bootstrap: Bootstrap = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bootstrap = Bootstrap(self.num_requests)
+
+    def score(self, drafter: Drafter, step: int = 1) -> np.ndarray:
+        """[num_requests] accepted drafts per block, on every `step`-th anchor; NaN where a logit is."""
+        self.num_readings += step == 1
+        anchors = self.anchors.thinned(step)
+        lengths = np.cumprod(overlaps(drafter, self.text, anchors, self.num_drafts), axis=1).sum(1)
+        request = anchors.request.numpy()
+        sums = np.bincount(request, lengths, self.num_requests)
+        counts = np.bincount(request, minlength=self.num_requests)
+        return sums / np.maximum(counts, 1)
+
+    def compare(self, kept: np.ndarray, candidates: Sequence[Reading]) -> list[tuple[Reading, np.ndarray]]:
+        """Candidates with their scores. Of each topic at least the best on a few anchors is scored on all; the others
+        are if they come near it or near the reading kept.
+        """
+        screened = [(reading, self.score(reading.drafter, SCREEN_STEP).mean()) for reading in candidates]
+        screened = [(reading, value) for reading, value in screened if np.isfinite(value)]
+        bar = SCREEN_SHARE * max([kept.mean(), *(value for _, value in screened)])
+        chosen = {max(group, key=lambda pair: pair[1])[0].value for group in _by_topic(screened).values()}
+        return [
+            (reading, self.score(reading.drafter))
+            for reading, value in screened
+            if value >= bar or reading.value in chosen
+        ]
+
+    def is_better(self, scores: np.ndarray, kept: np.ndarray) -> bool:
+        """Whether a reading beats the one kept: for certain, and by enough to matter."""
+        difference = self.bootstrap.mean(scores - kept)
+        assert difference.value is not None
+        return (difference.low or 0.0) > 0 and difference.value > LEAST_GAIN * scores.mean()
+
+    def findings(
+        self,
+        kept: np.ndarray,
+        scored: Sequence[tuple[Reading, np.ndarray]],
+        found: Sequence[Reading],
+        declared: np.ndarray,
+    ) -> list[TopicFinding]:
+        """One line a topic: the wrong ones first, then the best alternative of each other topic."""
+        gain = self.bootstrap.mean(kept - declared)
+        lines = [TopicFinding(reading.topic, reading.value, gain, "wrong", reading.remedy) for reading in found]
+        wrong = {reading.topic for reading in found}
+        for topic, group in _by_topic(scored).items():
+            reading, scores = max(group, key=lambda pair: pair[1].mean())
+            difference = self.bootstrap.mean(scores - kept)
+            if topic not in wrong:
+                is_worse = difference.high is not None and difference.high < 0
+                lines.append(TopicFinding(topic, reading.value, difference, "declared" if is_worse else "open"))
+        return lines
+
+
+def _by_topic(scored: Sequence[tuple[Reading, Any]]) -> dict[str, list[tuple[Reading, Any]]]:
+    groups: dict[str, list[tuple[Reading, Any]]] = {}
+    for reading, value in scored:
+        groups.setdefault(reading.topic, []).append((reading, value))
+    return groups
+
+
+def check_weights(drafter: Drafter, target: HFTarget) -> tuple[list[str], list[str]]:
+    """Faults and remarks that the weights alone show."""
+    faults, remarks = [], []
+    for name, weight in drafter.named_parameters():
+        if weight.numel() and not weight.any() and not name.endswith(".bias"):
+            faults.append(
+                f"{name} {list(weight.shape)} is zero everywhere: it was never trained or not saved; fetch or export "
+                "the checkpoint again"
+            )
+    pairs = {
+        "embed_tokens.weight": (drafter.embed_tokens, target.input_embedding),
+        "lm_head.weight": (drafter.lm_head, target.output_head),
+    }
+    for name, (own, theirs) in pairs.items():
+        if own is None or own.weight.shape[1] != theirs.shape[1]:
+            continue
+        rows = min(len(own.weight), len(theirs))
+        reduced = name == "lm_head.weight" and drafter.d2t is not None
+        other = theirs.detach()[drafter.draft_ids()] if reduced else theirs.detach()[:rows]
+        mine = own.weight if reduced else own.weight[:rows]
+        if torch.equal(mine, other.to(mine)):
+            remarks.append(f"{name} is a copy of the target's: leaving it out would save {_megabytes(own.weight)}")
+            continue
+        alike = float(F.cosine_similarity(mine.float(), other.float(), dim=-1).mean())
+        kind = "resembles" if alike >= ALIKE else "has little in common with"
+        remarks.append(f"{name} is the checkpoint's own and {kind} the target's (mean cosine of the rows {alike:.2f})")
+    return faults, remarks
+
+
+def _megabytes(weight: torch.Tensor) -> str:
+    return f"{weight.numel() * weight.element_size() / 1e6:.0f} MB"
+
+
+def format_diagnosis(diagnosis: Diagnosis) -> str:
+    """For people: verdict, faults, then what was compared."""
+    lines = ["healthy: the declared reading is the best of those tried" if diagnosis.healthy else "faults:"]
+    lines += [f"  - {fault}" for fault in diagnosis.faults]
+    if diagnosis.score is not None and diagnosis.best_score is not None:
+        lines.append(
+            f"accepted drafts per block behind the target's own text, {diagnosis.num_anchors} blocks: "
+            f"{_interval(diagnosis.score)} as declared"
+            + ("" if diagnosis.score == diagnosis.best_score else f", {_interval(diagnosis.best_score)} read best")
+        )
+        shown = " ".join(f"{value:.2f}" for value in diagnosis.acceptance)
+        lines.append(f"acceptance by position (1 - TV): {shown}")
+    words = {
+        "declared": "the declared one is better",
+        "open": "no difference can be seen",
+        "wrong": "better than declared (all faults together)",
+    }
+    rows = [
+        (finding.topic, finding.alternative, _interval(finding.difference, signed=True), words[finding.verdict])
+        for finding in diagnosis.findings
+    ]
+    if rows:
+        lines.append(
+            f"best alternative of each topic ({diagnosis.num_readings} readings scored), difference to the best:"
+        )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"remark: {remark}" for remark in diagnosis.remarks]
+    return "\n".join(lines)
+
+
+def _interval(estimate: Estimate, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:{sign}.3f}"
+    return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
