@@ -202,6 +202,7 @@ def launch_verify(
         block.seeds,
         *draws,
         workspace.first,
+        workspace.judge_arrived,
         workspace.emit_arrived,
         workspace.emit_parts,
         workspace.winners,

@@ -11,7 +11,7 @@ and a step that accepts everything reads every row once. Slots run in order, fir
 rejection is often known before later rows are read; they are then left out. That changes what is read, not what comes
 out: rows after the first rejection have no influence, and the rows before it are always complete.
 
-`first` and the counters of arrived blocks are put back by the last block, so that the next launch, or replay of a
+The last block of `emit` puts `first` and the counters of arrived blocks back, so that the next launch, or replay of a
 graph, finds them as the first one did.
 """
 

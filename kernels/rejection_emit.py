@@ -109,7 +109,7 @@ def write_results(
 def emit_kernel(  # noqa: PLR0915 (one launch)
     logits_ptr, drafts_ptr, starts_ptr, positions_ptr, states_ptr, temperature_ptr, seeds_ptr,
     slots_ptr, values_ptr, ids_ptr, draft_temperature_ptr,
-    first_ptr, arrived_ptr, parts_ptr, winners_ptr, rows_ptr, flags_ptr,
+    first_ptr, judge_arrived_ptr, arrived_ptr, parts_ptr, winners_ptr, rows_ptr, flags_ptr,
     tokens_ptr, emitted_ptr, accepted_ptr, status_ptr,
     batch, num_drafts, vocab_size, num_ids, num_blocks,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
@@ -170,6 +170,8 @@ def emit_kernel(  # noqa: PLR0915 (one launch)
         return
     tl.store(arrived_ptr + request, 0)
     tl.store(first_ptr + request, _NO_REJECTION)
+    lane = tl.arange(0, WIDTH)
+    tl.store(judge_arrived_ptr + lane * batch + request, tl.zeros([WIDTH], tl.int32), mask=lane < num_drafts)
     peak, best, winner = earliest(parts, winners, num_blocks, scale, greedy, PARTS)
     if residual & (best == float("inf")):
         # Rounding left nothing of p above q: such a draft is as good as accepted, and p replaces it.

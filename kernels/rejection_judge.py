@@ -74,7 +74,9 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
     slot, request = line // batch, line % batch
     start = tl.load(starts_ptr + request).to(tl.int64)
     count = tl.load(starts_ptr + request + 1) - start - 1
-    first = tl.load(first_ptr + request, volatile=True)
+    # The row of a slot after a rejection is not needed. It may be complete or not; nobody looks.
+    if (tl.load(first_ptr + request, volatile=True) < slot) & (early_exit != 0):
+        return
     run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)[1]
     if slot >= run:
         return
@@ -86,30 +88,23 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
     place = keyed(slots_ptr, request, SLOTS)
     at = values_ptr + place * slot_stride + slot * position_stride
     parts = parts_ptr + line.to(tl.int64) * 4 * num_blocks
-    wanted = (first >= slot) | (early_exit == 0)
-    if wanted:
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        inside = column < vocab_size
-        logits = load_logits(logits_row, column, inside)
-        if DENSE and not (PROBS or STORED):
-            draft_logits = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
-            draft_peak, draft_mass = sum_part(draft_logits, draft_scale)
-            tl.store(parts + 2 * num_blocks + block, draft_peak)
-            tl.store(parts + 3 * num_blocks + block, draft_mass)
-        peak, mass = sum_part(logits, scale)
-        if greedy:  # no sum is needed; a float32 holds ids up to 2**24
-            mass = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0).to(tl.float32)
-        tl.store(parts + block, peak)
-        tl.store(parts + num_blocks + block, mass)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab_size
+    logits = load_logits(logits_row, column, inside)
+    if DENSE and not (PROBS or STORED):
+        draft_logits = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
+        draft_peak, draft_mass = sum_part(draft_logits, draft_scale)
+        tl.store(parts + 2 * num_blocks + block, draft_peak)
+        tl.store(parts + 3 * num_blocks + block, draft_mass)
+    peak, mass = sum_part(logits, scale)
+    if greedy:  # no sum is needed; a float32 holds ids up to 2**24
+        mass = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0).to(tl.float32)
+    tl.store(parts + block, peak)
+    tl.store(parts + num_blocks + block, mass)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + line, 1)
     if arrived < num_blocks - 1:
         return
-    tl.store(arrived_ptr + line, 0)
-    if not wanted:
-        return
-    # Blocks that saw a rejection in an earlier slot have left their part out. What is written here is then wrong, and
-    # not read, because this slot lies past that rejection.
     token = tl.load(drafts_ptr + start + 1 + slot).to(tl.int64)
     token_logit = tl.load(logits_row + token).to(tl.float32)
     part = tl.arange(0, PARTS)
