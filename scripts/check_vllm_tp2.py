@@ -162,6 +162,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def write_pairs(folder: Path, pairs: Sequence[str]) -> None:
     """The random pairs, in folders of their names."""
+    sys.path.insert(0, str(Path(__file__).parent))  # absent with -P
     if "k3" in pairs:
         from kda_pair import write_pair
 

@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from dspark.vllm.v2_chain import Chain, ProposalStore, StepInputs
 from dspark.vllm.v2_models import DSparkDraftModel, drafter_config
 from dspark.vllm.v2_plan import OUR_ARCHITECTURE, Plan, describe, is_ours, make_plan
+from dspark.vllm.v2_rows import StepBuffers
 from dspark.vllm.v2_verify import Verifier
 
 logger = init_logger("vllm.dspark")
@@ -78,19 +79,21 @@ class Speculator(DSparkSpeculator):
         if self.chain is None:
             return False
         steps = self.num_speculative_steps
-        rows = self._anchor_idx[:num_reqs]
-        count = num_reqs * steps
-        hidden = head_hidden[self.sample_indices[:count]]
-        base = self.model.compute_draft_logits(hidden).view(num_reqs, steps, -1)
-        step = StepInputs(
-            base=base,
-            hidden=hidden.view(num_reqs, steps, -1),
-            lead=None if self.sample_from_anchor else head_hidden[rows],
-            anchors=self.input_buffers.input_ids[rows].long(),
-            slots=self.sample_idx_mapping[:count].view(num_reqs, steps)[:, 0].contiguous(),
-            positions=self.sample_pos[:count].view(num_reqs, steps),
+        hidden = head_hidden[self.sample_indices[: num_reqs * steps]]
+        buffers = StepBuffers(
+            input_ids=self.input_buffers.input_ids,
+            rows=self.num_query_per_req,
+            slots=self.sample_idx_mapping,
+            positions=self.sample_pos,
+            steps=steps,
             temperature=self.temperature,
             seeds=self.seeds,
+        )
+        step = StepInputs(
+            base=self.model.compute_draft_logits(hidden).view(num_reqs, steps, -1),
+            hidden=hidden.view(num_reqs, steps, -1),
+            lead=None if self.sample_from_anchor else head_hidden[self._anchor_idx[:num_reqs]],
+            rows=self.chain.gather(buffers, num_reqs),
         )
         self.chain.run(step, self.draft_tokens[:num_reqs], self.draft_token_confidence_probs[:num_reqs])
         return True

@@ -23,35 +23,26 @@ from dspark.kernels.markov_candidates import (
     candidates_chain_ref,
 )
 from dspark.kernels.markov_chain import DenseWorkspace, dense_chain
-from dspark.sampling import Streams
-from dspark.schedule import step_streams
 from dspark.vllm.v2_models import DSparkDraftModel
 from dspark.vllm.v2_plan import Plan
+from dspark.vllm.v2_rows import StepBuffers, StepRows, gather_rows, scatter_rows
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step's inputs as vLLM has them. R requests, graph padding included.
+    """One step's inputs. R requests, graph padding included.
 
     Attributes:
         base: [R, K, D] logits before the Markov bias, multiplied by the model's logit scale.
         hidden: [R, K, H] of the rows that draft, after the final norm.
         lead: [R, H] of the block's row 0 in the 1+N layout, on which a recurrent head steps too; None anchor-first.
-        anchors: [R] target ids, any integer type.
-        slots: [R] int64, where the request's state stands; -1 marks padding, for which nothing may be stored.
-        positions: [R, K] int64, absolute position of each drafted token.
-        temperature: [slots] float32.
-        seeds: [slots] int64.
+        rows: who the requests are.
     """
 
     base: torch.Tensor
     hidden: torch.Tensor
     lead: torch.Tensor | None
-    anchors: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
+    rows: StepRows
 
 
 class ProposalStore:
@@ -61,8 +52,8 @@ class ProposalStore:
         logits: [slots, K, V] over target ids, before temperature; -inf where the draft vocabulary has no entry. None
             for one-hot and sparse proposals.
         logsumexp: [slots, K] float32 of those divided by the request's temperature; None likewise.
-        ids: [slots + 1, K, k] int64 target ids of a sparse proposal; None otherwise.
-        values: [slots + 1, K, k] float32 logits of those before temperature; None otherwise.
+        ids: [slots, K, k] int64 target ids of a sparse proposal; None otherwise.
+        values: [slots, K, k] float32 logits of those before temperature; None otherwise.
     """
 
     def __init__(self, plan: Plan, num_slots: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -81,15 +72,13 @@ class ProposalStore:
         self.ids: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.logsumexp: torch.Tensor | None = None
-        # What is put under slots after the chain has a row more, which takes what padding writes.
         if plan.sparse:
-            self.ids = torch.zeros(num_slots + 1, steps, plan.topk, dtype=torch.int64, device=device)
-            self.values = torch.zeros(num_slots + 1, steps, plan.topk, dtype=torch.float32, device=device)
+            self.ids = torch.zeros(num_slots, steps, plan.topk, dtype=torch.int64, device=device)
+            self.values = torch.zeros(num_slots, steps, plan.topk, dtype=torch.float32, device=device)
         elif plan.probabilistic:
             # In a reduced vocabulary only the drafter's columns are ever written.
             self.logits = torch.full((num_slots, steps, vocab_size), float("-inf"), dtype=dtype, device=device)
-            self._sums = torch.zeros(num_slots + 1, steps, dtype=torch.float32, device=device)
-            self.logsumexp = self._sums[:num_slots]
+            self.logsumexp = torch.zeros(num_slots, steps, dtype=torch.float32, device=device)
 
     def vllm_cache(self) -> torch.Tensor | None:
         """What stands for the proposals in vLLM, [slots, K, V]: without columns where they are sparse, and None where
@@ -97,18 +86,6 @@ class ProposalStore:
         if self.ids is None:
             return self.logits
         return torch.empty(self.num_slots, self.num_draft_tokens, 0, device=self.device)
-
-    def keep_sums(self, slots: torch.Tensor, sums: torch.Tensor) -> None:
-        """Put the logsumexp [R, K] of a step under its slots [R]."""
-        self._sums[self._rows(slots)] = sums
-
-    def keep_candidates(self, slots: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the candidates [R, K, k] of a step under its slots [R]."""
-        rows = self._rows(slots)
-        self.ids[rows], self.values[rows] = ids, values
-
-    def _rows(self, slots: torch.Tensor) -> torch.Tensor:
-        return torch.where(slots < 0, self.num_slots, slots)
 
 
 class Chain:
@@ -150,13 +127,12 @@ class Chain:
         hidden = step.hidden if self.weights.reads_hidden else None
         confidence = torch.empty_like(confidence_probs) if self.adaptive else None
         walk = self._walk_all if self.plan.topk is None else self._walk_candidates
-        walk(step.slots, base, hidden, self._requests(step), tokens, confidence)
+        walk(base, hidden, self._requests(step), tokens, confidence)
         if confidence is not None:
             confidence_probs.copy_(self.model.acceptance_probability(confidence))
 
     def _walk_all(
         self,
-        slots: torch.Tensor,
         base: torch.Tensor,
         hidden: torch.Tensor | None,
         requests: ChainRequests,
@@ -176,11 +152,10 @@ class Chain:
         else:
             chain_ref(self.weights, base, hidden, requests, out)
         if store.logsumexp is not None:
-            store.keep_sums(slots, out.lse)
+            scatter_rows(requests.cache_rows, out.lse, store.logsumexp)
 
     def _walk_candidates(
         self,
-        slots: torch.Tensor,
         base: torch.Tensor,
         hidden: torch.Tensor | None,
         requests: ChainRequests,
@@ -195,25 +170,20 @@ class Chain:
         else:
             candidates_chain_ref(self.weights, base, hidden, requests, out)
         if self.store.ids is not None:
-            self.store.keep_candidates(slots, out.ids, out.logits)
+            scatter_rows(requests.cache_rows, out.ids, self.store.ids)
+            scatter_rows(requests.cache_rows, out.logits, self.store.values)
+
+    def gather(self, buffers: StepBuffers, num_reqs: int) -> StepRows:
+        """Who the R requests of a step are, from vLLM's buffers."""
+        return gather_rows(buffers, num_reqs, greedy=not self.plan.probabilistic, step_seeds=self.adaptive)
 
     def _requests(self, step: StepInputs) -> ChainRequests:
-        slots = step.slots.clamp_min(0)
-        positions = step.positions[:, 0].contiguous()
-        streams = Streams(step.seeds[slots])
-        if self.adaptive:
-            streams = step_streams(streams, positions - 1)
-        temperature = step.temperature[slots]
-        row = torch.arange(len(slots), device=slots.device)
-        return ChainRequests(
-            anchors=step.anchors,
-            positions=positions,
-            seeds=streams.seeds,
-            temperature=temperature if self.plan.probabilistic else torch.zeros_like(temperature),
-            # Without a store the logits go to scratch memory, row by row.
-            cache_rows=step.slots if self.store.logits is not None else torch.where(step.slots < 0, -1, row),
-            state=None if step.lead is None else self._state_after_lead(step.anchors, step.lead),
-        )
+        rows = step.rows
+        slots = rows.slots
+        if self.plan.topk is None and self.store.logits is None:  # scratch memory, row by row
+            slots = torch.where(slots < 0, -1, torch.arange(len(slots), device=slots.device))
+        state = None if step.lead is None else self._state_after_lead(rows.anchors, step.lead)
+        return ChainRequests(rows.anchors, rows.positions, rows.seeds, rows.temperature, slots, state)
 
     def _state_after_lead(self, anchors: torch.Tensor, lead: torch.Tensor) -> torch.Tensor | None:
         """[R, rank] float32: a recurrent head has stepped on row 0, which only re-states the anchor, in training."""
