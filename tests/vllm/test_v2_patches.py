@@ -1,0 +1,79 @@
+"""On a release of the V2 runner the plug-in checks configurations and replaces two names of the runner's module."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import VllmConfig
+
+from dspark.vllm import patches, plugin, v2
+
+
+@pytest.fixture
+def unpatched(monkeypatch):
+    """vLLM's configuration class as a process without the plug-in has it; restored afterwards."""
+    for name in ("_validate_v2_model_runner", "use_v2_model_runner"):
+        monkeypatch.setattr(VllmConfig, name, vars(VllmConfig)[name])
+    monkeypatch.delattr(VllmConfig, patches._MARK, raising=False)
+    return monkeypatch
+
+
+def test_a_release_gets_the_patches_of_its_runner(monkeypatch):
+    for version, expected in (("0.32.0+cpu", "0.32.0"), ("0.33.0", "0.33.0")):
+        applied = []
+        monkeypatch.setattr(plugin, "vllm_version", version)
+        monkeypatch.setattr(plugin, "apply_patches", applied.append)
+        plugin.register()
+        assert applied == [expected]
+
+
+def test_a_configuration_of_the_method_is_checked(unpatched):
+    checked = []
+    unpatched.setattr(VllmConfig, "_validate_v2_model_runner", lambda config: None)
+    unpatched.setattr("dspark.vllm.requirements.check_v2_configuration", checked.append)
+    patches.apply_patches("0.33.0")
+    for method in ("dspark", "eagle3"):
+        config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
+        VllmConfig._validate_v2_model_runner(config)
+    VllmConfig._validate_v2_model_runner(SimpleNamespace(speculative_config=None))
+    assert [config.speculative_config.method for config in checked] == ["dspark"]
+
+
+def test_only_a_worker_that_runs_the_method_on_v2_is_patched(unpatched):
+    patched = []
+    unpatched.setattr(VllmConfig, "use_v2_model_runner", property(lambda config: config.v2))
+    unpatched.setattr(patches, "patch_v2_runner_module", lambda: patched.append(True))
+    unpatched.setattr("dspark.vllm.kda_choice.prepare_kda_layers", lambda config: None)
+    patches.apply_patches("0.33.0")
+    ask = VllmConfig.use_v2_model_runner.fget
+    uses = SimpleNamespace(method="dspark")
+    other = SimpleNamespace(method="ngram")
+    unpatched.delitem(sys.modules, "vllm.v1.worker.gpu_worker", raising=False)
+    assert ask(SimpleNamespace(v2=True, speculative_config=uses)) is True
+    assert not patched, "the process that the user started runs no model"
+    unpatched.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace())
+    assert ask(SimpleNamespace(v2=False, speculative_config=uses)) is False
+    assert ask(SimpleNamespace(v2=True, speculative_config=other)) is True
+    assert not patched
+    assert ask(SimpleNamespace(v2=True, speculative_config=uses)) is True
+    assert patched
+
+
+def test_other_methods_get_vllms_speculator(monkeypatch):
+    asked = []
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
+    v2.make_speculator(lambda *arguments: asked.append(arguments), config, "device", "states")
+    assert asked == [(config, "device", "states")]
+
+
+def test_ranks_that_differ_are_named(monkeypatch):
+    import torch
+
+    tokens = torch.tensor([[1, 2], [3, 4]])
+    others = torch.tensor([[1, 2], [3, 5]])
+    group = SimpleNamespace(world_size=2, all_gather=lambda mine, dim: torch.stack([mine[0], others]))
+    monkeypatch.setattr(v2, "get_tp_group", lambda: group)
+    with pytest.raises(RuntimeError, match=r"request 1 has \[3, 4\] on rank 0 and \[3, 5\] on rank 1"):
+        v2.check_ranks_agree("drafts", tokens)
+    others[1, 1] = 4
+    v2.check_ranks_agree("drafts", tokens)
