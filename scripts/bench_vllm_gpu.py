@@ -9,7 +9,8 @@ so that the modes take turns: for every concurrency and temperature, repeat by r
 An engine gets as many requests at once as the concurrency says; at 1, four of them one after another. Prefill, the
 scheduler and the answer's way back are in the time; the text is not (token ids are compared).
 
-Modes: plain; stock (vLLM's DSpark, plug-in off), stock-topk; ours, ours-topk, ours-fp8 (W2 in 8 bits).
+Modes: plain; stock (vLLM's DSpark, plug-in off), stock-topk, stock-adaptive; ours, ours-topk, ours-fp8 (W2 in 8
+bits), ours-adaptive (adaptive verification by the confidence head).
 Every run is appended to --out as one line of JSON, and is not repeated when the program is started again. Tokens per
 step are vLLM's counters, 1 + accepted / steps over the run. At temperature 0 outputs are compared with the plain ones;
 two runs of one model may differ where two tokens are nearly equal, in bfloat16 above all, so the table says how many
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-MODES = ("plain", "stock", "stock-topk", "ours", "ours-topk", "ours-fp8")
+MODES = ("plain", "stock", "stock-topk", "stock-adaptive", "ours", "ours-topk", "ours-fp8", "ours-adaptive")
 DEFAULT_MODES = "plain,stock,ours,ours-topk"
 MIN_REQUESTS = 4
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
@@ -46,6 +47,8 @@ def speculative_config(args: argparse.Namespace) -> dict[str, Any] | None:
     }
     if args.mode.endswith("-topk"):
         config["dspark_draft_topk"] = args.topk
+    if args.mode.endswith("-adaptive"):
+        config["enable_adaptive_verification"] = True
     return config
 
 
