@@ -12,11 +12,13 @@ from dspark.kernels.markov import FP8, ChainOutput, ChainRequests, MarkovWeights
 from dspark.kernels.markov_dense import _advance_kernel, _step_kernel
 from dspark.kernels.markov_device import MAX_ID
 from dspark.kernels.markov_features import hidden_products
+from dspark.kernels.markov_held import _held_chain_kernel
 from dspark.kernels.markov_persistent import _chain_kernel
 
-FMA_BATCH = 4  # up to here the products are plain multiply-adds: a tensor-core tile would be mostly padding
+HELD_BATCH = 8  # requests up to which W2 may stay on chip; more of them need the registers for the race
 MAX_BLOCK_B = 64
-NUM_WARPS = 8
+TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
+SHARED_BYTES = 200 * 1024
 HELD_ELEMENTS = 32768  # elements of W2 a program keeps in registers through the steps
 INTERPRETED_PROGRAMS = 3  # the interpreter runs programs one by one; a few of them still join their words
 
@@ -26,13 +28,14 @@ class DensePlan:
     """How a chain is cut into programs."""
 
     persistent: bool
-    fma: bool
     block_b: int
     num_blocks: int
     block_g: int
+    stride: int  # see `weight_tile`
     num_tiles: int
     num_parts: int
-    held_tiles: int
+    held: int  # columns whose rows of W2 a program keeps on chip, as a power of two; 0: they are streamed
+    stages: int
     num_warps: int
 
     @classmethod
@@ -47,19 +50,34 @@ class DensePlan:
         if persistent and not simple:
             raise ValueError(f"a {weights.kind} head has no persistent form: its features cost a matrix product")
         limit = num_programs or device_programs(base.device)
-        block_b = min(max(triton.next_power_of_2(batch), 1), MAX_BLOCK_B)
-        fma = batch <= FMA_BATCH
-        if not fma:
-            block_b = max(block_b, 16)
-        num_blocks = triton.cdiv(batch, block_b)
         block_r = triton.next_power_of_2(max(weights.rank, 16))
-        block_g = tile_groups(block_b, block_r, fma)
+        block_g = max(min(TILE_ELEMENTS // 4 // block_r, 32), 16)
         num_tiles = triton.cdiv(columns, 4 * block_g)
+        block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B)
+        num_blocks = triton.cdiv(batch, block_b)
         parts = max(min(num_tiles, limit // num_blocks), 1)
-        rounds = triton.cdiv(num_tiles, parts)
-        parts = triton.cdiv(num_tiles, rounds)
-        held = rounds if persistent and rounds * 4 * block_g * block_r <= HELD_ELEMENTS and weights.rank else 0
-        return cls(persistent, fma, block_b, num_blocks, block_g, num_tiles, parts, held, NUM_WARPS)
+        held = triton.next_power_of_2(triton.cdiv(columns, parts))
+        if not persistent or not weights.rank or batch > HELD_BATCH or held * block_r > HELD_ELEMENTS:
+            held = 0
+            rounds = triton.cdiv(num_tiles, parts)
+            parts = triton.cdiv(num_tiles, rounds)  # no more programs than it takes in that many rounds
+        return cls(
+            persistent=persistent,
+            block_b=block_b,
+            num_blocks=num_blocks,
+            block_g=block_g,
+            stride=min(16 if block_b >= 64 else 64, 2 * block_g),
+            num_tiles=num_tiles,
+            num_parts=parts,
+            held=held,
+            stages=_stages(block_b, block_r, block_g, 1 if weights.w2_scale is not None else 2),
+            num_warps=8 if held else 4 if block_b <= 16 else 16,
+        )
+
+
+def _stages(block_b: int, block_r: int, block_g: int, weight_bytes: int) -> int:
+    """Tiles of W2 in flight: what shared memory holds beside the features, at most four."""
+    return min(max((SHARED_BYTES - 2 * block_b * block_r) // (4 * block_g * block_r * weight_bytes), 1), 4)
 
 
 def device_programs(device: torch.device) -> int:
@@ -67,13 +85,6 @@ def device_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def tile_groups(block_b: int, block_r: int, fma: bool) -> int:
-    """Groups of four columns in a tile: a tile of W2 is at most 64 KB of bfloat16."""
-    if fma:
-        return max(min(8192 // block_r, 32), 4)
-    return max(min(8192 // block_r, 32), 16)
 
 
 class DenseWorkspace:
@@ -106,9 +117,11 @@ class DenseWorkspace:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        halves = 2 if plan.persistent else 1
-        self.words = zeros(halves, parts, rows, dtype=torch.int64)
-        self.masses = zeros(halves, parts, rows, dtype=torch.int64 if plan.persistent else torch.float32)
+        self.words = zeros(2 if plan.persistent else 1, parts, rows, dtype=torch.int64)
+        if plan.persistent:
+            self.masses = zeros(steps, parts, rows, dtype=torch.int64)
+        else:
+            self.masses = zeros(parts, rows, dtype=torch.float32)
         programs = parts * plan.num_blocks
         self.epochs = torch.ones(programs, dtype=torch.int32, device=device)
         self.scratch = zeros(programs, plan.block_b, dtype=torch.int32)
@@ -223,6 +236,7 @@ def packs(base: torch.Tensor, cache: torch.Tensor, scattered: bool) -> bool:
         not scattered
         and base.dtype == cache.dtype == torch.bfloat16
         and all(size % 4 == 0 for size in sizes)
+        and max(base.shape[0] * base.stride(0), cache.shape[0] * cache.stride(0)) < 2**33
         and base.data_ptr() % 8 == cache.data_ptr() % 8 == 0
     )
 
@@ -232,16 +246,18 @@ def _race_arguments(weights: MarkovWeights, base: torch.Tensor, out: ChainOutput
     scattered = weights.target_ids is not None and out.cache.shape[-1] != base.shape[-1]
     return {
         "REDUCED": weights.target_ids is not None,
+        "WHOLE": base.shape[-1] % (4 * plan.block_g) == 0,
+        "SCALED": weights.logit_scale != 1.0,
         "SCATTERED": scattered,
         "PACKED": packs(base, out.cache, scattered),
         "CACHE": dtype_name(out.cache.dtype),
         "HAS_HEAD": weights.w2 is not None,
         "FP8": weights.w2_scale is not None,
-        "FMA": plan.fma,
         "RANK": weights.rank,
         "BLOCK_R": triton.next_power_of_2(max(weights.rank, 16)),
         "BLOCK_B": plan.block_b,
         "BLOCK_G": plan.block_g,
+        "STRIDE": plan.stride,
         "num_warps": plan.num_warps,
     }
 
@@ -319,17 +335,33 @@ def _launch_persistent(
         return workspace.state if tensor is None else tensor
 
     plan = workspace.plan
-    _chain_kernel[(plan.num_parts * plan.num_blocks,)](
+    race = _race_arguments(weights, base, out, plan)
+    tensors = (
         *_race_tensors(weights, base, requests, out),
         given(weights.w1), requests.anchors, given(hidden), given(weights.confidence_weight),
         given(weights.confidence_bias), out.tokens, out.lse, given(out.confidence),
         workspace.words, workspace.masses, workspace.epochs, workspace.scratch,
-        len(base), base.shape[-1], plan.num_tiles, plan.num_parts,
+    )  # fmt: skip
+    sizes = (
         *base.stride()[:2], *out.cache.stride()[:2], weights.logit_scale,
         *((0, 0, 0) if hidden is None else (*hidden.stride()[:2], hidden.shape[-1])),
-        STEPS=base.shape[1], HAS_ROWS=requests.cache_rows is not None,
-        CONFIDENCE=confidence_kind(weights, hidden), BLOCK_H=1024,
-        BLOCK_V=triton.next_power_of_2(plan.num_parts), POLLED_ROWS=min(plan.block_b, 16), HELD=plan.held_tiles,
-        launch_cooperative_grid=True,
-        **_race_arguments(weights, base, out, plan),
     )  # fmt: skip
+    common = {
+        "STEPS": base.shape[1],
+        "HAS_ROWS": requests.cache_rows is not None,
+        "CONFIDENCE": confidence_kind(weights, hidden),
+        "BLOCK_H": 1024,
+        "BLOCK_V": triton.next_power_of_2(plan.num_parts),
+        "launch_cooperative_grid": True,
+    }
+    if plan.held:
+        unused = ("WHOLE", "PACKED", "HAS_HEAD", "BLOCK_G", "STRIDE")
+        _held_chain_kernel[(plan.num_parts,)](
+            *tensors, len(base), base.shape[-1], plan.num_parts, *sizes, HELD=plan.held,
+            **common, **{name: value for name, value in race.items() if name not in unused},
+        )  # fmt: skip
+    else:
+        _chain_kernel[(plan.num_parts * plan.num_blocks,)](
+            *tensors, len(base), base.shape[-1], plan.num_tiles, plan.num_parts, *sizes,
+            POLLED_ROWS=min(plan.block_b, 16), STAGES=plan.stages, **common, **race,
+        )  # fmt: skip

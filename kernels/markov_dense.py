@@ -18,9 +18,14 @@ Read `dspark.kernels.markov.chain_ref` first: it is the definition.
 
 from dspark.kernels import tl, triton
 from dspark.kernels.markov_device import (
+    bfloat16_pair,
     bias_of,
+    feature_rows,
+    four_columns,
+    high_half,
     joined_log2_mass,
     log2_mass,
+    low_half,
     mass_step,
     noise_of_group,
     noise_of_id,
@@ -30,7 +35,7 @@ from dspark.kernels.markov_device import (
     read_columns,
     rounded,
     row_scales,
-    weight_block,
+    weight_tile,
     write_columns,
 )
 from dspark.kernels.markov_features import request_confidence, request_features
@@ -56,18 +61,17 @@ def request_rows(row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_ro
 @triton.jit
 def race_tile(  # noqa: PLR0915 - four columns at a time
     carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns, logit_scale,
-    any_noise, REDUCED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
-    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, FMA: tl.constexpr, BLOCK_G: tl.constexpr,
+    any_noise, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr,
+    PACKED: tl.constexpr, CACHE: tl.constexpr,
+    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one step: stores its logits, and returns the carry (best, best_id, top, mass), each [R, BLOCK_G]."""
     best, best_id, top, mass = carry
     base_row, cache_row, live, scale, noisy, position, key_low, key_high = rows
     group = tile * BLOCK_G + tl.arange(0, BLOCK_G)
-    a, b, c, d = read_columns(base_ptr, base_row, group, live, num_columns, PACKED)
+    a, b, c, d = read_columns(base_ptr, base_row, group, live, num_columns, WHOLE, PACKED)
     if HAS_HEAD:
-        w0, w1, w2, w3 = weight
-        b0, b1 = bias_of(features, w0, FMA), bias_of(features, w1, FMA)
-        b2, b3 = bias_of(features, w2, FMA), bias_of(features, w3, FMA)
+        b0, b1, b2, b3 = four_columns(bias_of(features, weight, BLOCK_B, 4 * BLOCK_G), BLOCK_B, BLOCK_G, STRIDE)
         if FP8:
             s = w2_scale_ptr + group * 4
             b0 = b0 * tl.load(s, mask=group * 4 < num_columns, other=0.0)[None, :]
@@ -75,8 +79,12 @@ def race_tile(  # noqa: PLR0915 - four columns at a time
             b2 = b2 * tl.load(s + 2, mask=group * 4 + 2 < num_columns, other=0.0)[None, :]
             b3 = b3 * tl.load(s + 3, mask=group * 4 + 3 < num_columns, other=0.0)[None, :]
         a, b, c, d = a + b0, b + b1, c + b2, d + b3
-    a, b = rounded(a * logit_scale, CACHE), rounded(b * logit_scale, CACHE)
-    c, d = rounded(c * logit_scale, CACHE), rounded(d * logit_scale, CACHE)
+    if SCALED:
+        a, b, c, d = a * logit_scale, b * logit_scale, c * logit_scale, d * logit_scale
+    low, high = group, group  # used with PACKED only
+    if CACHE == "bf16":
+        low, high = bfloat16_pair(a, b), bfloat16_pair(c, d)
+        a, b, c, d = low_half(low), high_half(low), low_half(high), high_half(high)
     last = num_columns - group * 4
     if REDUCED:
         i0 = tl.load(ids_ptr + group * 4, mask=last > 0, other=0)
@@ -92,21 +100,24 @@ def race_tile(  # noqa: PLR0915 - four columns at a time
         tl.store(at + i2[None, :], c, mask=live[:, None] & (last > 2)[None, :])
         tl.store(at + i3[None, :], d, mask=live[:, None] & (last > 3)[None, :])
     else:
-        write_columns(cache_ptr, cache_row, group, live, num_columns, a, b, c, d, PACKED)
-    x0 = tl.where((last > 0)[None, :], a * scale[:, None], float("-inf"))
-    x1 = tl.where((last > 1)[None, :], b * scale[:, None], float("-inf"))
-    x2 = tl.where((last > 2)[None, :], c * scale[:, None], float("-inf"))
-    x3 = tl.where((last > 3)[None, :], d * scale[:, None], float("-inf"))
+        write_columns(cache_ptr, cache_row, group, live, num_columns, low, high, a, b, c, d, WHOLE, PACKED)
+    x0, x1, x2, x3 = a * scale[:, None], b * scale[:, None], c * scale[:, None], d * scale[:, None]
+    if not WHOLE:
+        x0 = tl.where((last > 0)[None, :], x0, float("-inf"))
+        x1 = tl.where((last > 1)[None, :], x1, float("-inf"))
+        x2 = tl.where((last > 2)[None, :], x2, float("-inf"))
+        x3 = tl.where((last > 3)[None, :], x3, float("-inf"))
     top, mass = mass_step(top, mass, x0, x1, x2, x3)
     if any_noise:
+        nothing = ((tl.zeros([], tl.int32) + tile) >> 30).to(tl.uint32)
         if REDUCED:
-            n0 = noise_of_id(i0[None, :], position[:, None], key_low[:, None], key_high[:, None])
-            n1 = noise_of_id(i1[None, :], position[:, None], key_low[:, None], key_high[:, None])
-            n2 = noise_of_id(i2[None, :], position[:, None], key_low[:, None], key_high[:, None])
-            n3 = noise_of_id(i3[None, :], position[:, None], key_low[:, None], key_high[:, None])
+            n0 = noise_of_id(i0[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
+            n1 = noise_of_id(i1[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
+            n2 = noise_of_id(i2[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
+            n3 = noise_of_id(i3[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
         else:
             words = group[None, :].to(tl.uint32)
-            n0, n1, n2, n3 = noise_of_group(words, position[:, None], key_low[:, None], key_high[:, None])
+            n0, n1, n2, n3 = noise_of_group(words, position[:, None], key_low[:, None], key_high[:, None], nothing)
         x0, x1 = x0 - n0 * noisy[:, None], x1 - n1 * noisy[:, None]
         x2, x3 = x2 - n2 * noisy[:, None], x3 - n3 * noisy[:, None]
     best, best_id = race_step(best, best_id, x0, i0[None, :], not REDUCED)
@@ -114,23 +125,6 @@ def race_tile(  # noqa: PLR0915 - four columns at a time
     best, best_id = race_step(best, best_id, x2, i2[None, :], not REDUCED)
     best, best_id = race_step(best, best_id, x3, i3[None, :], not REDUCED)
     return best, best_id, top, mass
-
-
-@triton.jit
-def load_tile(
-    w2_ptr, tile, num_columns, HAS_HEAD: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_G: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
-    """The four weight blocks of a tile."""
-    if HAS_HEAD:
-        return (
-            weight_block(w2_ptr, tile, 0, num_columns, RANK, BLOCK_R, BLOCK_G, FP8),
-            weight_block(w2_ptr, tile, 1, num_columns, RANK, BLOCK_R, BLOCK_G, FP8),
-            weight_block(w2_ptr, tile, 2, num_columns, RANK, BLOCK_R, BLOCK_G, FP8),
-            weight_block(w2_ptr, tile, 3, num_columns, RANK, BLOCK_R, BLOCK_G, FP8),
-        )
-    else:
-        return 0, 0, 0, 0
 
 
 @triton.jit
@@ -143,10 +137,44 @@ def empty_carry(BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr):
 
 
 @triton.jit
-def finished_carry(carry, noisy):
-    """Race words [R] (low byte zero) and log2 masses [R] of a carry."""
-    best, best_id, top, mass = carry
-    return tl.max(race_word(best, best_id), axis=1), log2_mass(top, mass, noisy, 1)
+def race_columns(
+    base, bias, column, own, rows, cache_ptr, ids_ptr, logit_scale, any_noise, REDUCED: tl.constexpr,
+    SCALED: tl.constexpr, SCATTERED: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """One step over few columns [N]: base and bias are [R, N] float32. Stores the logits, and returns x [R, N], -inf
+    outside `own` [N], and race words [R].
+    """
+    _, cache_row, live, scale, noisy, position, key_low, key_high = rows
+    logits = base + bias
+    if SCALED:
+        logits = logits * logit_scale
+    logits = rounded(logits, CACHE)
+    token = column
+    if REDUCED:
+        token = tl.load(ids_ptr + column, mask=own, other=0).to(tl.int32)
+    at = token if SCATTERED else column
+    tl.store(cache_ptr + cache_row[:, None] + at[None, :], logits, mask=live[:, None] & own[None, :])
+    x = tl.where(own[None, :], logits * scale[:, None], float("-inf"))
+    key = x
+    if any_noise:
+        key = x - noisy[:, None] * noise_of_id(
+            token[None, :], position[:, None], key_low[:, None], key_high[:, None], 0
+        )
+    return x, tl.max(race_word(key, token[None, :]), axis=1)
+
+
+@triton.jit
+def carried_word(carry):
+    """Race words [R] of a carry, low byte zero."""
+    best, best_id, _, _ = carry
+    return tl.max(race_word(best, best_id), axis=1)
+
+
+@triton.jit
+def carried_mass(carry, noisy):
+    """log2 masses [R] of a carry."""
+    _, _, top, mass = carry
+    return log2_mass(top, mass, noisy, 1)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -154,9 +182,9 @@ def _step_kernel(
     base_ptr, cache_ptr, w2_ptr, w2_scale_ptr, ids_ptr,
     temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, features_ptr, words_ptr, masses_ptr,
     batch, step, num_columns, num_tiles, num_parts, base_stride, base_step, cache_stride, cache_step, logit_scale,
-    HAS_ROWS: tl.constexpr, REDUCED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr,
-    CACHE: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, FMA: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
+    HAS_ROWS: tl.constexpr, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr,
+    SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One step of the race, from features [B, RANK]; words and masses are [num_parts, B]."""
     part, row = tl.program_id(0), tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -167,22 +195,21 @@ def _step_kernel(
     out_row = cache_row * cache_stride + step * cache_step
     rows = (base_row, out_row, live, scale, noisy, (position + step).to(tl.uint32), key_low, key_high)
     any_noise = tl.max(noisy) > 0.0
-    r = tl.arange(0, BLOCK_R)
-    features = tl.zeros([BLOCK_B, BLOCK_R], tl.float32)
-    if HAS_HEAD:
-        features = tl.load(
-            features_ptr + row[:, None] * RANK + r[None, :], mask=live[:, None] & (r < RANK)[None, :], other=0.0
-        )
+    features = 0
+    if HAS_HEAD:  # the rows of the workspace take the place of W1's
+        features = feature_rows(row, live, features_ptr, RANK, BLOCK_R, BLOCK_B)
     carry = empty_carry(BLOCK_B, BLOCK_G)
     for tile in range(part, num_tiles, num_parts):
-        weight = load_tile(w2_ptr, tile, num_columns, HAS_HEAD, RANK, BLOCK_R, BLOCK_G, FP8)
+        weight = 0
+        if HAS_HEAD:
+            weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
         carry = race_tile(
             carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns,
-            logit_scale, any_noise, REDUCED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, FMA, BLOCK_G,
+            logit_scale, any_noise,
+            REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
         )  # fmt: skip
-    word, mass = finished_carry(carry, noisy)
-    tl.store(words_ptr + part * batch + row, word, mask=row < batch)
-    tl.store(masses_ptr + part * batch + row, mass, mask=row < batch)
+    tl.store(words_ptr + part * batch + row, carried_word(carry), mask=row < batch)
+    tl.store(masses_ptr + part * batch + row, carried_mass(carry, noisy), mask=row < batch)
 
 
 @triton.jit(do_not_specialize=["step"])

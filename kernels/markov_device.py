@@ -32,33 +32,88 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def log2_exponential(word):
-    """log2 of the unit exponential that a random word stands for; relative error of E below 1e-6.
-
-    E = -log1p(-u). Near u = 0, where winners come from, 1 - u has lost the digits of u, and the series is taken.
-    """
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    series = 0.30183047 * u + 0.16648944
-    series = series * u + 0.25318614
-    series = series * u + 0.33322987
-    series = series * u + 0.50000054
-    series = series * u + 1.0
-    return tl.log2(tl.where(u < 0.25, series * u, tl.log2(1.0 - u) * -_LN2))
+def fast_log2(x):
+    """log2 of positive numbers by the hardware's approximation: off by 2^-22, relative to a result beyond 1."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
-def noise_of_group(group, position, key_low, key_high):
-    """log2 E of the four tokens 4 group + 0..3 at the draft purpose: group [1, G], the others [R, 1]; uint32."""
+def fast_exp2(x):
+    """2^x by the hardware's approximation, relative error 2^-22; 0 below the smallest normal number."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def log2_exponential(word):
+    """log2 of E / ln 2, E the unit exponential of a random word; relative error of E below 1e-6. The missing constant
+    is the same in every key.
+
+    E = -log1p(-u). Near u = 0, where winners come from, 1 - u has lost the digits of u, and a series is taken.
+    """
+    u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+    series = 0.43544932 * u + 0.24019349
+    series = series * u + 0.36527038
+    series = series * u + 0.48074908
+    series = series * u + 0.72134829
+    series = series * u + 1.44269504
+    return fast_log2(tl.where(u < 0.25, series * u, -fast_log2(1.0 - u)))
+
+
+@triton.jit
+def _wide_product(word, MULTIPLIER: tl.constexpr):
+    """word times a 32-bit constant, uint64, in one instruction; Triton's own widening product takes two."""
+    if MULTIPLIER == 0xD2511F53:
+        return tl.inline_asm_elementwise(
+            "mul.wide.u32 $0, $1, 0xD2511F53;", "=l,r", [word], dtype=tl.uint64, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.wide.u32 $0, $1, 0xCD9E8D57;", "=l,r", [word], dtype=tl.uint64, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def draft_words(counter, position, key_low, key_high, nothing):
+    """The four words of `philox4x32` at counter (counter, position, 0, 0), which is draft noise of token ids. Operands
+    may have size 1 along an axis; the first rounds then work on fewer numbers.
+
+    `nothing` is a 0 that the compiler can't know, from the loop's counter: otherwise it would keep the round keys of
+    every row in registers all through the loop, or spill them.
+    """
     zero = tl.zeros([1, 1], tl.uint32)
-    w0, w1, w2, w3 = philox4x32(group, position, zero, zero, key_low, key_high)
+    if _INTERPRETED:
+        return philox4x32(counter, position, zero, zero, key_low, key_high)
+    else:
+        c0, c1, c2, c3, k0, k1 = counter, position, zero, zero, key_low + nothing, key_high + nothing
+        for _ in tl.static_range(10):
+            product0, product1 = _wide_product(c0, 0xD2511F53), _wide_product(c2, 0xCD9E8D57)
+            c0, c1 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0, product1.to(tl.uint32)
+            c2, c3 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1, product0.to(tl.uint32)
+            k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+        return c0, c1, c2, c3
+
+
+@triton.jit
+def noise_of_group(group, position, key_low, key_high, nothing):
+    """`log2_exponential` of the four tokens 4 group + 0..3: group [1, G], the others [R, 1]; uint32."""
+    w0, w1, w2, w3 = draft_words(group, position, key_low, key_high, nothing)
     return log2_exponential(w0), log2_exponential(w1), log2_exponential(w2), log2_exponential(w3)
 
 
 @triton.jit
-def noise_of_id(token, position, key_low, key_high):
-    """log2 E of single tokens: token [1, G] int32, the others [R, 1] uint32."""
-    zero = tl.zeros([1, 1], tl.uint32)
-    w0, w1, w2, w3 = philox4x32((token // 4).to(tl.uint32), position, zero, zero, key_low, key_high)
+def noise_of_id(token, position, key_low, key_high, nothing):
+    """`log2_exponential` of single tokens: token [1, G] int32, the others [R, 1] uint32."""
+    w0, w1, w2, w3 = draft_words((token // 4).to(tl.uint32), position, key_low, key_high, nothing)
     which = token % 4
     word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
     return log2_exponential(word)
@@ -98,71 +153,109 @@ def high_half(pair):
 def rounded(value, KIND: tl.constexpr):
     """float32 block rounded to the dtype `KIND` names ("bf16" or "fp32"), as float32."""
     if KIND == "bf16":
-        if _INTERPRETED:
-            return (bfloat16_bits(value) << 16).to(tl.float32, bitcast=True)
-        else:
-            return value.to(tl.bfloat16).to(tl.float32)
+        return low_half(bfloat16_pair(value, value))
     else:
         return value
 
 
 @triton.jit
 def read_weight(pointers, mask, FP8: tl.constexpr):
-    """A block of W2 as stored, bytes of e4m3 widened to bfloat16 (float32 in the interpreter), exactly."""
+    """A block of W2 as stored, bytes of e4m3 widened to float16 (float32 in the interpreter), exactly:
+    the hardware has one instruction for two of them, and none to bfloat16."""
     if FP8:
-        raw = tl.load(pointers, mask=mask, other=0)
+        raw = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
         if _INTERPRETED:
             bits = raw.to(tl.int32)
             return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
         else:
-            return raw.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+            return raw.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif mask is None:
+        return tl.load(pointers)
     else:
         return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
-def weight_block(
-    w2_ptr, tile, J: tl.constexpr, num_columns,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, FP8: tl.constexpr,
+def weight_tile(
+    w2_ptr, tile, num_columns, WHOLE: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Rows 4 g + J of a tile of W2: [BLOCK_G, BLOCK_R]."""
-    local = tl.arange(0, BLOCK_G) * 4 + J
+    """The rows of W2 of a tile, [4 BLOCK_G, BLOCK_R], in an order in which a thread that owns two neighbouring columns
+    and those STRIDE further on, as the accumulators of tensor cores are laid out, owns a whole group of four: row
+    2 STRIDE h + STRIDE t + 2 l + b of the tile is column 4 (STRIDE h / 2 + l) + 2 t + b. See `four_columns`.
+    """
+    c = tl.arange(0, 4 * BLOCK_G)
+    group = (c // (2 * STRIDE)) * (STRIDE // 2) + (c % STRIDE) // 2
+    local = group * 4 + (c // STRIDE % 2) * 2 + c % 2
     r = tl.arange(0, BLOCK_R)
     start = (tl.zeros([], tl.int64) + tile) * (4 * BLOCK_G)
-    mask = (local < num_columns - start)[:, None]
-    if RANK != BLOCK_R:
-        mask = mask & (r < RANK)[None, :]
-    return read_weight(w2_ptr + start * RANK + local[:, None] * RANK + r[None, :], mask, FP8)
-
-
-@triton.jit
-def bias_of(features, weight, FMA: tl.constexpr):
-    """features [R, BLOCK_R] times weight [BLOCK_G, BLOCK_R] transposed, accumulated in float32: [R, BLOCK_G]."""
-    if FMA:
-        return tl.sum(weight.to(tl.float32)[None, :, :] * features.to(tl.float32)[:, None, :], axis=2)
-    elif _INTERPRETED:
-        return tl.dot(features.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
+    at = w2_ptr + start * RANK + local[:, None] * RANK + r[None, :]
+    if WHOLE and RANK == BLOCK_R:
+        return read_weight(at, None, FP8)
     else:
-        return tl.dot(features.to(weight.dtype), tl.trans(weight), input_precision="ieee")
+        return read_weight(at, (local < num_columns - start)[:, None] & (r < RANK)[None, :], FP8)
 
 
 @triton.jit
-def read_columns(base_ptr, row, group, live, num_columns, PACKED: tl.constexpr):
+def four_columns(product, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr):
+    """A product [BLOCK_B, 4 BLOCK_G] in the order of `weight_tile`, as four blocks [BLOCK_B, BLOCK_G]."""
+    parts = tl.reshape(product, [BLOCK_B, 2 * BLOCK_G // STRIDE, 2, STRIDE // 2, 2])
+    parts = tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [BLOCK_B, BLOCK_G, 2, 2])
+    even, odd = tl.split(parts)
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def feature_rows(token, live, w1_ptr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
+    """W1 rows of tokens [BLOCK_B], as the left side of `bias_of`: [at least 16, BLOCK_R], zero from row BLOCK_B on."""
+    r = tl.arange(0, BLOCK_R)
+    if BLOCK_B < 16:
+        row = tl.arange(0, 16)
+        token = tl.reshape(tl.broadcast_to(token[None, :], [16 // BLOCK_B, BLOCK_B]), [16])
+        live = (tl.reshape(tl.broadcast_to(live.to(tl.int32)[None, :], [16 // BLOCK_B, BLOCK_B]), [16]) > 0) & (
+            row < BLOCK_B
+        )
+    at = w1_ptr + token.to(tl.int64)[:, None] * RANK + r[None, :]
+    return tl.load(at, mask=live[:, None] & (r < RANK)[None, :], other=0.0)
+
+
+@triton.jit
+def bias_of(features, weight, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """features [at least 16, BLOCK_R] times weight [BLOCK_N, BLOCK_R] transposed, in float32: [BLOCK_B, BLOCK_N].
+
+    Tensor cores take 16 rows at least. Those above BLOCK_B are zero, and are summed away before the race costs anything
+    for them.
+    """
+    if _INTERPRETED:
+        product = tl.dot(features.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
+    else:
+        if weight.dtype == tl.float16:  # of an 8-bit W2; features beyond float16 would be of no trained head
+            features = tl.minimum(tl.maximum(features.to(tl.float32), -65504.0), 65504.0)
+        product = tl.dot(features.to(weight.dtype), tl.trans(weight), input_precision="ieee")
+    if BLOCK_B < 16:
+        product = tl.sum(tl.reshape(product, [16 // BLOCK_B, BLOCK_B, BLOCK_N]), axis=0)
+    return product
+
+
+@triton.jit
+def read_columns(base_ptr, row, group, live, num_columns, WHOLE: tl.constexpr, PACKED: tl.constexpr):
     """Four float32 blocks [R, G]: columns 4 group + 0..3 of rows that start at element `row` [R]; 0 outside.
 
-    PACKED takes the four bfloat16 of a group with one 8-byte load.
+    PACKED takes the four bfloat16 of a group with one 8-byte load; words are numbered in 32 bits.
     """
+    last = num_columns - group * 4
     if PACKED:
-        words = tl.load(
-            base_ptr.to(tl.pointer_type(tl.int64)) + (row // 4)[:, None] + group[None, :],
-            mask=live[:, None] & (group * 4 < num_columns)[None, :],
-            other=0,
-        )
+        mask = live[:, None]
+        if not WHOLE:
+            mask = mask & (last > 0)[None, :]
+        at = base_ptr.to(tl.pointer_type(tl.int64)) + ((row // 4).to(tl.int32)[:, None] + group[None, :])
+        words = tl.load(at, mask=mask, other=0)
         low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
         return low_half(low), high_half(low), low_half(high), high_half(high)
     else:
         at = base_ptr + row[:, None] + group[None, :] * 4
-        last = num_columns - group * 4
         a = tl.load(at, mask=live[:, None] & (last > 0)[None, :], other=0.0).to(tl.float32)
         b = tl.load(at + 1, mask=live[:, None] & (last > 1)[None, :], other=0.0).to(tl.float32)
         c = tl.load(at + 2, mask=live[:, None] & (last > 2)[None, :], other=0.0).to(tl.float32)
@@ -171,19 +264,23 @@ def read_columns(base_ptr, row, group, live, num_columns, PACKED: tl.constexpr):
 
 
 @triton.jit
-def write_columns(cache_ptr, row, group, live, num_columns, a, b, c, d, PACKED: tl.constexpr):
-    """The inverse of `read_columns`; values are already representable in the cache's dtype."""
+def write_columns(
+    cache_ptr, row, group, live, num_columns, low, high, a, b, c, d, WHOLE: tl.constexpr, PACKED: tl.constexpr
+):
+    """The inverse of `read_columns`: packed pairs `low` and `high`, or the four blocks, representable in the cache."""
+    last = num_columns - group * 4
     if PACKED:
-        low, high = bfloat16_pair(a, b), bfloat16_pair(c, d)
+        mask = live[:, None]
+        if not WHOLE:
+            mask = mask & (last > 0)[None, :]
         words = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
         tl.store(
-            cache_ptr.to(tl.pointer_type(tl.int64)) + (row // 4)[:, None] + group[None, :],
+            cache_ptr.to(tl.pointer_type(tl.int64)) + ((row // 4).to(tl.int32)[:, None] + group[None, :]),
             words,
-            mask=live[:, None] & (group * 4 < num_columns)[None, :],
+            mask=mask,
         )
     else:
         at = cache_ptr + row[:, None] + group[None, :] * 4
-        last = num_columns - group * 4
         tl.store(at, a, mask=live[:, None] & (last > 0)[None, :])
         tl.store(at + 1, b, mask=live[:, None] & (last > 1)[None, :])
         tl.store(at + 2, c, mask=live[:, None] & (last > 2)[None, :])
@@ -212,8 +309,8 @@ def race_step(best, best_id, key, token, ORDERED: tl.constexpr):
 def mass_step(top, mass, x0, x1, x2, x3):
     """Running maximum, and sum of 2^(x - maximum), after four more blocks."""
     new = tl.maximum(top, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
-    added = tl.exp2(x0 - new) + tl.exp2(x1 - new) + (tl.exp2(x2 - new) + tl.exp2(x3 - new))
-    return new, mass * tl.exp2(top - new) + added
+    added = fast_exp2(x0 - new) + fast_exp2(x1 - new) + (fast_exp2(x2 - new) + fast_exp2(x3 - new))
+    return new, mass * fast_exp2(top - new) + added
 
 
 @triton.jit
@@ -234,13 +331,13 @@ def race_winner(word):
 def log2_mass(top, mass, noisy, AXIS: tl.constexpr):
     """log2 of the sum of 2^x along an axis from running maxima and masses; greedy rows: the maximum."""
     peak = tl.max(top, axis=AXIS)
-    total = tl.sum(mass * tl.exp2(top - tl.expand_dims(peak, AXIS)), axis=AXIS)
-    return tl.where(noisy > 0.0, peak + tl.log2(tl.maximum(total, 1e-37)), peak)  # a part may hold -inf alone
+    total = tl.sum(mass * fast_exp2(top - tl.expand_dims(peak, AXIS)), axis=AXIS)
+    return tl.where(noisy > 0.0, peak + fast_log2(tl.maximum(total, 1e-37)), peak)  # a part may hold -inf alone
 
 
 @triton.jit
 def joined_log2_mass(parts, noisy, AXIS: tl.constexpr):
     """`log2_mass` of the parts that thread blocks computed."""
     peak = tl.max(parts, axis=AXIS)
-    total = tl.sum(tl.exp2(parts - tl.expand_dims(peak, AXIS)), axis=AXIS)
-    return tl.where(noisy > 0.0, (peak + tl.log2(total)) * _LN2, peak)
+    total = tl.sum(fast_exp2(parts - tl.expand_dims(peak, AXIS)), axis=AXIS)
+    return tl.where(noisy > 0.0, (peak + fast_log2(total)) * _LN2, peak)

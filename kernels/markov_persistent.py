@@ -10,8 +10,8 @@ Steps are numbered on through the launches by a counter per program, which all p
 """
 
 from dspark.kernels import tl, triton
-from dspark.kernels.markov_dense import empty_carry, finished_carry, load_tile, race_tile, request_rows
-from dspark.kernels.markov_device import joined_log2_mass, race_winner, row_scales
+from dspark.kernels.markov_dense import carried_mass, carried_word, empty_carry, race_tile, request_rows
+from dspark.kernels.markov_device import feature_rows, joined_log2_mass, race_winner, row_scales, weight_tile
 from dspark.kernels.markov_features import hidden_confidence
 
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
@@ -35,44 +35,50 @@ def _polled(pointers, mask, tag):
 
 
 @triton.jit
-def _published(word, mass, tag, part, words_ptr, masses_ptr, BLOCK_B: tl.constexpr):
-    """This program's words and masses [BLOCK_B], with the step's tag."""
-    at = part * BLOCK_B + tl.arange(0, BLOCK_B)
-    tl.atomic_xchg(words_ptr + at, word | tag, sem="relaxed")
-    tl.atomic_xchg(masses_ptr + at, (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag, sem="relaxed")
-
-
-@triton.jit
-def _joined(
-    tag, part, first_row, step, words_ptr, masses_ptr, scratch_ptr, tokens_ptr, lse_ptr, temperature_ptr,
-    cache_rows_ptr, batch, num_parts, HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
+def _winners(
+    words_ptr, first_row, tag, scratch_ptr, batch, num_parts,
+    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for everyone's words, and return the tokens [BLOCK_B]. Each row's outputs are written by one program."""
+    """Wait for everyone's words [num_parts, BLOCK_B], and return the tokens [BLOCK_B]; ROWS of them at a time."""
     other = tl.arange(0, BLOCK_V)
-    for start in tl.static_range(0, BLOCK_B, ROWS):
-        r = start + tl.arange(0, ROWS)
-        row = first_row + r
-        inside = row < batch
-        at = other[:, None] * BLOCK_B + r[None, :]
-        there = (other < num_parts)[:, None] & inside[None, :]
-        winner = race_winner(tl.max(_polled(words_ptr + at, there, tag), axis=0))
-        tl.store(scratch_ptr + r, winner)
-        mine = inside & (r % num_parts == part)
-        masses = _polled(masses_ptr + at, there & mine[None, :], tag)
-        parts = tl.where(there & mine[None, :], (masses >> 32).to(tl.int32).to(tl.float32, bitcast=True), _LOWEST)
-        _, noisy = row_scales(tl.load(temperature_ptr + row, mask=mine, other=0.0))
-        lse = joined_log2_mass(parts, noisy, 0)
-        if HAS_ROWS:
-            mine = mine & (tl.load(cache_rows_ptr + row, mask=mine, other=-1) >= 0)
-        tl.store(lse_ptr + row * STEPS + step, lse, mask=mine)
-        tl.store(tokens_ptr + row * STEPS + step, winner.to(tl.int64), mask=mine)
-    tl.debug_barrier()  # the winners were written by other threads of this program
-    return tl.load(scratch_ptr + tl.arange(0, BLOCK_B))
+    if ROWS == BLOCK_B:
+        r = tl.arange(0, ROWS)
+        there = (other < num_parts)[:, None] & (first_row + r < batch)[None, :]
+        return race_winner(tl.max(_polled(words_ptr + other[:, None] * BLOCK_B + r[None, :], there, tag), axis=0))
+    else:
+        for start in tl.static_range(0, BLOCK_B, ROWS):
+            r = start + tl.arange(0, ROWS)
+            there = (other < num_parts)[:, None] & (first_row + r < batch)[None, :]
+            words = _polled(words_ptr + other[:, None] * BLOCK_B + r[None, :], there, tag)
+            tl.store(scratch_ptr + r, race_winner(tl.max(words, axis=0)))
+        tl.debug_barrier()  # the winners were written by other threads of this program
+        token = tl.load(scratch_ptr + tl.arange(0, BLOCK_B))
+        tl.debug_barrier()
+        return token
 
 
 @triton.jit
-def _own_confidences(
+def _join_masses(
+    masses_ptr, first_row, tag, part, step, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
+    HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Normalisers of a step, from everyone's masses [num_parts, BLOCK_B]; a row is one program's."""
+    other = tl.arange(0, BLOCK_V)
+    there = other < num_parts
+    for r in range((part + step) % num_parts, BLOCK_B, num_parts):
+        row = first_row + r
+        live = row < batch
+        if HAS_ROWS:
+            live = live & (tl.load(cache_rows_ptr + row, mask=live, other=-1) >= 0)
+        if live:
+            masses = _polled(masses_ptr + other * BLOCK_B + r, there, tag)
+            parts = tl.where(there, (masses >> 32).to(tl.int32).to(tl.float32, bitcast=True), _LOWEST)
+            _, noisy = row_scales(tl.load(temperature_ptr + row))
+            tl.store(lse_ptr + row * STEPS + step, joined_log2_mass(parts, noisy, 0))
+
+
+@triton.jit
+def own_confidences(
     part, first_row, hidden_ptr, weight_ptr, bias_ptr, confidence_ptr, cache_rows_ptr, batch,
     num_parts, hidden_stride, hidden_step, hidden_size,
     HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -91,6 +97,52 @@ def _own_confidences(
 
 
 @triton.jit
+def exchanged(
+    word, mass, previous, part, first_row, step, epoch, live, w1_ptr, words_ptr, masses_ptr, scratch_ptr,
+    tokens_ptr, lse_ptr, confidence_ptr, confidence_weight_ptr, temperature_ptr, cache_rows_ptr,
+    batch, num_parts, hidden_size, HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, CONFIDENCE: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS,
+):  # fmt: skip
+    """Publish this program's race words and log2 masses [BLOCK_B] of a step, and return everyone's tokens [BLOCK_B].
+
+    Whatever no token depends on is done while the words travel: the share of the previous token in the confidence,
+    and the normalisers of the step before.
+    """
+    local, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
+    row = first_row + local
+    slot = num_parts * BLOCK_B  # of one step and block
+    tag = ((epoch + step) & 255).to(tl.int64)
+    words_ptr += (((epoch + step) & 1) * BLOCKS + first_row // BLOCK_B) * slot
+    masses_ptr += first_row // BLOCK_B * STEPS * slot
+    tl.atomic_xchg(words_ptr + part * BLOCK_B + local, word | tag, sem="relaxed")
+    packed = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag
+    tl.atomic_xchg(masses_ptr + step * slot + part * BLOCK_B + local, packed, sem="relaxed")
+    if CONFIDENCE == "hidden+markov":
+        mine = live & ((local * STEPS + step) % num_parts == part)
+        if tl.max(mine.to(tl.int32)) > 0:
+            weights = tl.load(confidence_weight_ptr + hidden_size + r, mask=r < RANK, other=0.0).to(tl.float32)
+            at = w1_ptr + previous.to(tl.int64)[:, None] * RANK + r[None, :]
+            embedded = tl.load(at, mask=mine[:, None] & (r < RANK)[None, :], other=0.0).to(tl.float32)
+            at = confidence_ptr + row * STEPS + step
+            logit = tl.load(at, mask=mine, other=0.0) + tl.sum(embedded * weights[None, :], axis=1)
+            tl.store(at, logit, mask=mine)
+    if step > 0:
+        _join_masses(
+            masses_ptr + (step - 1) * slot, first_row, ((epoch + step - 1) & 255).to(tl.int64), part, step - 1,
+            lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, HAS_ROWS, STEPS, BLOCK_V, BLOCK_B,
+        )  # fmt: skip
+    token = _winners(words_ptr, first_row, tag, scratch_ptr, batch, num_parts, BLOCK_V, BLOCK_B, ROWS)
+    tl.store(tokens_ptr + row * STEPS + step, token.to(tl.int64), mask=live & (local % num_parts == part))
+    if step == STEPS - 1:
+        _join_masses(
+            masses_ptr + step * slot, first_row, tag, part, step,
+            lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, HAS_ROWS, STEPS, BLOCK_V, BLOCK_B,
+        )  # fmt: skip
+    return token
+
+
+@triton.jit
 def _chain_kernel(
     base_ptr, cache_ptr, w2_ptr, w2_scale_ptr, ids_ptr, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr,
     w1_ptr, anchors_ptr, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, tokens_ptr, lse_ptr, confidence_ptr,
@@ -98,16 +150,16 @@ def _chain_kernel(
     batch, num_columns, num_tiles, num_parts, base_stride, base_step, cache_stride, cache_step, logit_scale,
     hidden_stride, hidden_step, hidden_size,
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, CONFIDENCE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr, POLLED_ROWS: tl.constexpr, HELD: tl.constexpr,
-    REDUCED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
-    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, FMA: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_V: tl.constexpr, POLLED_ROWS: tl.constexpr, STAGES: tl.constexpr, REDUCED: tl.constexpr,
+    WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """All steps. Programs [num_blocks * num_parts]; words and masses [2, num_blocks, num_parts, BLOCK_B]."""
+    """All steps, W2 streamed through at each. Programs [num_blocks * num_parts]; words [2, num_blocks, num_parts,
+    BLOCK_B], masses [num_blocks, STEPS, num_parts, BLOCK_B].
+    """
     program = tl.program_id(0)
-    part, block = program % num_parts, program // num_parts
-    blocks = tl.num_programs(0) // num_parts
-    first_row = block * BLOCK_B
+    part, first_row = program % num_parts, program // num_parts * BLOCK_B
     row = first_row + tl.arange(0, BLOCK_B)
     cache_row, live, scale, noisy, position, key_low, key_high = request_rows(
         row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
@@ -115,61 +167,36 @@ def _chain_kernel(
     any_noise = tl.max(noisy) > 0.0
     epoch = tl.load(epochs_ptr + program)
     token = tl.load(anchors_ptr + row, mask=live, other=0).to(tl.int32)
-    weight = load_tile(w2_ptr, part, num_columns, HAS_HEAD, RANK, BLOCK_R, BLOCK_G, FP8)
-    held = (weight,)
-    for i in tl.static_range(1, HELD):
-        held = held + (  # noqa: RUF005 - Triton has no unpacking in a tuple
-            load_tile(w2_ptr, part + i * num_parts, num_columns, HAS_HEAD, RANK, BLOCK_R, BLOCK_G, FP8),
-        )  # fmt: skip
     if CONFIDENCE != "none":
-        _own_confidences(
+        own_confidences(
             part, first_row, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, confidence_ptr, cache_rows_ptr,
             batch, num_parts, hidden_stride, hidden_step, hidden_size, HAS_ROWS, STEPS, BLOCK_B, BLOCK_H,
         )  # fmt: skip
         tl.debug_barrier()
-    r = tl.arange(0, BLOCK_R)
+    rounds = tl.cdiv(num_tiles - part, num_parts)
     for step in range(STEPS):
-        features = tl.zeros([BLOCK_B, BLOCK_R], tl.float32)
+        features = 0
         if HAS_HEAD:
-            features = tl.load(
-                w1_ptr + token.to(tl.int64)[:, None] * RANK + r[None, :],
-                mask=live[:, None] & (r < RANK)[None, :],
-                other=0.0,
-            )
-        if CONFIDENCE == "hidden+markov":
-            weights = tl.load(confidence_weight_ptr + hidden_size + r, mask=r < RANK, other=0.0).to(tl.float32)
-            share = tl.sum(features.to(tl.float32) * weights[None, :], axis=1)
-            mine = live & (((row - first_row) * STEPS + step) % num_parts == part)
-            at = confidence_ptr + row * STEPS + step
-            tl.store(at, tl.load(at, mask=mine, other=0.0) + share, mask=mine)
+            features = feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B)
         base_row = row.to(tl.int64) * base_stride + step * base_step
         out_row = cache_row * cache_stride + step * cache_step
         rows = (base_row, out_row, live, scale, noisy, (position + step).to(tl.uint32), key_low, key_high)
         carry = empty_carry(BLOCK_B, BLOCK_G)
-        if HELD > 0:
-            for i in tl.static_range(0, HELD):
-                carry = race_tile(
-                    carry, held[i], features, part + i * num_parts, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
-                    num_columns, logit_scale, any_noise,
-                    REDUCED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, FMA, BLOCK_G,
-                )  # fmt: skip
-        else:
-            for tile in range(part, num_tiles, num_parts):
-                following = tl.where(tile + num_parts < num_tiles, tile + num_parts, part)
-                ahead = load_tile(w2_ptr, following, num_columns, HAS_HEAD, RANK, BLOCK_R, BLOCK_G, FP8)
-                carry = race_tile(
-                    carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
-                    num_columns, logit_scale, any_noise,
-                    REDUCED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, FMA, BLOCK_G,
-                )  # fmt: skip
-                weight = ahead
-        word, mass = finished_carry(carry, noisy)
-        tag = ((epoch + step) & 255).to(tl.int64)
-        half = (((epoch + step) & 1) * blocks + block) * num_parts * BLOCK_B
-        _published(word, mass, tag, part, words_ptr + half, masses_ptr + half, BLOCK_B)
-        token = _joined(
-            tag, part, first_row, step, words_ptr + half, masses_ptr + half, scratch_ptr + program * BLOCK_B,
-            tokens_ptr, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
-            HAS_ROWS, STEPS, BLOCK_V, BLOCK_B, POLLED_ROWS,
+        for i in tl.range(rounds, num_stages=STAGES):
+            tile = part + i * num_parts
+            weight = 0
+            if HAS_HEAD:
+                weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
+            carry = race_tile(
+                carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
+                num_columns, logit_scale, any_noise,
+                REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
+            )  # fmt: skip
+        token = exchanged(
+            carried_word(carry), carried_mass(carry, noisy), token, part, first_row, step, epoch, live, w1_ptr,
+            words_ptr, masses_ptr, scratch_ptr + program * BLOCK_B, tokens_ptr, lse_ptr, confidence_ptr,
+            confidence_weight_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, hidden_size,
+            HAS_ROWS, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
+            tl.num_programs(0) // num_parts,
         )  # fmt: skip
     tl.store(epochs_ptr + program, epoch + STEPS)

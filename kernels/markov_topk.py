@@ -217,7 +217,7 @@ def _candidates_chain_kernel(
             key = x
             if noisy > 0.0:
                 position = tl.zeros([1, 1], tl.uint32) + (first + step).to(tl.uint32)
-                noise = noise_of_id(candidate[None, :], position, key_low, key_high)
+                noise = noise_of_id(candidate[None, :], position, key_low, key_high, 0)
                 key = x - tl.reshape(noise, [K])
             token = race_winner(tl.max(race_word(key, candidate), axis=0)).to(tl.int64)
             tl.store(tokens_ptr + at, token)
