@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 from dspark.kernels import tl, triton
 from dspark.kernels.kda import compute_dtype, ring_rows, runs, runs_kernel
-from dspark.kernels.kda_device import first_of_row
+from dspark.kernels.kda_device import first_of_row, sigmoid_of, wait_for_previous_kernel
+from dspark.kernels.kda_launch import launch_options
 
 
 def conv_window_ref(
@@ -46,9 +47,10 @@ def conv_window_ref(
     return torch.where(inside[..., None], F.silu(mixed), 0).to(inputs.dtype)
 
 
-# Channels and warps of a program: 128 channels of 16 tokens are 16 float32 a thread, and rows of 256 bytes load whole
-# sectors.
-TILE_CHANNELS, NUM_WARPS = 128, 4
+# Channels and warps of a program: 8 channels a thread are 16 bytes of bfloat16, and every token of a row is on its way
+# at once.
+TILE_CHANNELS, NUM_WARPS = 512, 2
+UNROLLED = 16  # most tokens of which a thread keeps all inputs in registers
 
 
 @triton.jit
@@ -56,45 +58,52 @@ def _conv_window_kernel(
     input_ptr, weight_ptr, ring_ptr, slots_ptr, cursor_ptr, num_rows_ptr, first_token_ptr, out_ptr,
     num_tokens, channels, capacity, input_stride, ring_stride,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
+    if OVERLAP:
+        wait_for_previous_kernel()
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    count = tl.where(slot >= 0, tl.load(num_rows_ptr + row), 0)
-    cursor = tl.load(cursor_ptr + row)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = column < channels
-    ring = ring_ptr + slot * ring_stride + column[None, :]
+    given = tl.load(num_rows_ptr + row).to(tl.int32)
+    count = tl.where(slot >= 0, given, 0)
+    cursor = tl.load(cursor_ptr + row).to(tl.int32)  # ring rows are small, and 64-bit remainders are slow
     first = first_of_row(first_token_ptr, row, num_tokens, PACKED)
-    filled = count if PACKED else num_tokens
-    for start in range(0, num_tokens, TOKENS):
-        t = start + tl.arange(0, TOKENS)
-        inside = (t < count)[:, None] & own[None, :]
-        mixed = tl.zeros([TOKENS, BLOCK], tl.float32)
+    filled = given if PACKED else num_tokens
+    column = tl.arange(0, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    lane = begin + column
+    ring = ring_ptr + slot * ring_stride + begin
+    weights = weight_ptr + begin * WIDTH + column * WIDTH
+    for start in range(0, filled, TOKENS):
+        # Every input of these tokens is loaded before the first output is stored.
+        line, taps = (), ()
         for i in tl.static_range(WIDTH):
-            source = t + (i - (WIDTH - 1))  # negative: a row of the history
-            weight = tl.load(weight_ptr + column * WIDTH + i, mask=own, other=0.0).to(tl.float32)
-            old = tl.load(
-                ring + ((cursor + capacity + source) % capacity)[:, None] * channels,
-                mask=inside & (source < 0)[:, None],
+            taps = taps + (tl.load(weights + i, mask=lane < channels, other=0.0).to(tl.float32),)  # noqa: RUF005 (no unpacking)
+        for i in tl.static_range(1 - WIDTH, TOKENS):
+            token = count * 0 + (start + i)
+            value = tl.load(
+                input_ptr + (first + token) * input_stride + begin + column,
+                mask=lane < tl.where((token >= 0) & (token < count), channels, 0),
                 other=0.0,
             )
-            new = tl.load(
-                input_ptr + (first + source)[:, None] * input_stride + column[None, :],
-                mask=inside & (source >= 0)[:, None],
-                other=0.0,
+            if i < 0:  # before the row's first token lies its history
+                past = ring + ((cursor + capacity + token) % capacity) * channels
+                value += tl.load(
+                    past + column, mask=lane < tl.where((token < 0) & (count > 0), channels, 0), other=0.0
+                ).to(value.dtype)
+            line = line + (value,)  # noqa: RUF005
+        for i in tl.static_range(TOKENS):
+            mixed = tl.zeros([BLOCK], tl.float32)
+            for j in tl.static_range(WIDTH):
+                mixed += line[i + j].to(tl.float32) * taps[j]
+            mixed = tl.where(start + i < count, mixed * sigmoid_of(mixed), 0.0)
+            out = out_ptr + (first + start + i) * channels + begin
+            tl.store(
+                out + column, mixed.to(out_ptr.dtype.element_ty), mask=lane < tl.where(start + i < filled, channels, 0)
             )
-            mixed += (old.to(tl.float32) + new.to(tl.float32)) * weight[None, :]
-        mixed = mixed / (1.0 + tl.exp(-tl.maximum(mixed, -80.0)))
-        out = out_ptr + (first + t)[:, None] * channels + column[None, :]
-        tl.store(
-            out,
-            tl.where(inside, mixed, 0.0).to(out_ptr.dtype.element_ty),
-            mask=(t < filled)[:, None] & own[None, :],
-        )
-        recorded = tl.load(input_ptr + (first + t)[:, None] * input_stride + column[None, :], mask=inside, other=0.0)
-        tl.store(
-            ring + ((cursor + t) % capacity)[:, None] * channels, recorded.to(ring_ptr.dtype.element_ty), mask=inside
-        )
+            place = ring + ((cursor + start + i) % capacity) * channels
+            recorded = line[i + WIDTH - 1].to(ring_ptr.dtype.element_ty)
+            tl.store(place + column, recorded, mask=lane < tl.where(start + i < count, channels, 0))
 
 
 def launch_conv_window(
@@ -116,7 +125,8 @@ def launch_conv_window(
     _conv_window_kernel[(triton.cdiv(channels, TILE_CHANNELS), batch)](
         inputs, weight.contiguous(), ring, slots, cursor, num_rows, first_token if packed else slots, out,
         num_tokens, channels, ring.shape[1], inputs.stride(0), ring.stride(0),
-        WIDTH=weight.shape[1], TOKENS=16, BLOCK=TILE_CHANNELS, PACKED=packed, num_warps=NUM_WARPS,
+        WIDTH=weight.shape[1], TOKENS=max(1, min(UNROLLED, num_tokens)), BLOCK=TILE_CHANNELS, PACKED=packed,
+        **launch_options(out, NUM_WARPS),
     )  # fmt: skip
     return out
 

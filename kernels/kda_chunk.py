@@ -24,65 +24,65 @@ import torch
 
 from dspark.kernels import tl, triton
 from dspark.kernels.kda import KDALayer, Rows, Tokens
-from dspark.kernels.kda_device import first_of_row, head_rate, held_records, log_decay, replayed, split_dot, unit_rows
+from dspark.kernels.kda_device import (
+    exp_of,
+    first_of_row,
+    folded,
+    halves,
+    halves_dot,
+    head_rate,
+    held_block,
+    held_corrections,
+    log_decay,
+    prefetch,
+    selected_sums,
+    sigmoid_of,
+    stacked,
+    unit_rows,
+    unstacked,
+    wait_for_previous_kernel,
+)
+from dspark.kernels.kda_launch import launch_options
 
 MAX_TOKENS = 16
 FACTOR_LIMIT = 80.0  # e^80 is the largest power of e that still multiplies safely in float32
-FULL_GRID = 264  # programs that fill a Hopper GPU twice; with fewer heads the value tiles are spread over programs
+FULL_GRID = 132  # programs that fill a Hopper GPU; with fewer heads than that a state is spread over two
 
-# (value channels of a tile, warps), chosen by the registers and spills of the code that Triton 3.9 makes for sm_90
-# with K = V = 128. Not timed on a device yet; the other entry is the first thing to try there. Held records take 32
-# registers a thread more, which eight warps halve.
-TILES = {"spread": (64, 4), "whole": (64, 4), "whole-deferred": (128, 8)}
+# (value channels of a program, warps, most registers of a thread): two programs of 8 warps fit a multiprocessor with
+# 128 registers at most.
+TILE, SPREAD_TILE = (128, 8, 128), (64, 4, None)
 
 
 @triton.jit
-def _unit_lower_inverse(m, t, TOKENS: tl.constexpr):
-    """(I + m)^{-1} of a strictly lower triangular m [T, T], T a power of two up to 16."""
+def _unit_lower_inverse(m, t, WINDOW: tl.constexpr):
+    """(I + m)^{-1} of a strictly lower triangular m [T, T] of which at most WINDOW rows are not zero."""
     inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0) - m
     power = m
     for doubled in tl.static_range(1, 4):
-        if 2**doubled < TOKENS:
+        if 2**doubled < WINDOW:
             power = tl.dot(power, power, input_precision="ieee")
-            inverse += tl.dot(inverse, power, input_precision="ieee")
+            inverse = tl.dot(inverse, power, inverse, input_precision="ieee")
     return inverse
 
 
 @triton.jit
-def _couplings(query, key, total, t, FACTORED: tl.constexpr, TOKENS: tl.constexpr):
-    """sum_c k_t k_i e^{G_t - G_i} and sum_c q_t k_i e^{G_t - G_i} for i <= t; what lies above the diagonal is
-    undefined."""
-    if FACTORED:
-        back = tl.trans(key * tl.exp(-total))
-        return split_dot(key * tl.exp(total), back), split_dot(query * tl.exp(total), back)
-    else:
-        keys, queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
-        for i in tl.static_range(TOKENS):
-            mine = (t == i)[:, None]
-            total_i = tl.sum(tl.where(mine, total, 0.0), axis=0)
-            key_i = tl.sum(tl.where(mine, key, 0.0), axis=0)
-            weight = key_i[None, :] * tl.exp(tl.minimum(total - total_i[None, :], 0.0))
-            column = t[None, :] == i
-            keys += tl.where(column, tl.sum(key * weight, axis=1)[:, None], 0.0)
-            queries += tl.where(column, tl.sum(query * weight, axis=1)[:, None], 0.0)
-        return keys, queries
+def _pairwise_couplings(query, key, total, t, TOKENS: tl.constexpr):
+    """sum_c k_t k_i e^{G_t - G_i} and sum_c q_t k_i e^{G_t - G_i} for i <= t, one i at a time; what lies above the
+    diagonal means nothing."""
+    keys, queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
+    for i in tl.static_range(TOKENS):
+        mine = (t == i)[:, None]
+        total_i = tl.sum(tl.where(mine, total, 0.0), axis=0)
+        key_i = tl.sum(tl.where(mine, key, 0.0), axis=0)
+        weight = key_i[None, :] * tl.exp(tl.minimum(total - total_i[None, :], 0.0))
+        column = t[None, :] == i
+        keys += tl.where(column, tl.sum(key * weight, axis=1)[:, None], 0.0)
+        queries += tl.where(column, tl.sum(query * weight, axis=1)[:, None], 0.0)
+    return keys, queries
 
 
 @triton.jit
-def _solved_window(query, key, decay, beta, t, FACTORED: tl.constexpr, TOKENS: tl.constexpr):
-    """P^T and Q^T [K, T], A^T and (DA)^T [T, T] of a window of prepared tokens."""
-    total = tl.cumsum(decay, axis=0)
-    keys, queries = _couplings(query, key, total, t, FACTORED, TOKENS)
-    keys = tl.where(t[:, None] > t[None, :], keys * beta[:, None], 0.0)
-    queries = tl.where(t[:, None] >= t[None, :], queries, 0.0)
-    solve = _unit_lower_inverse(keys, t, TOKENS) * beta[None, :]
-    read = tl.dot(queries, solve, input_precision="ieee")
-    grown = tl.exp(total)
-    return tl.trans(key * grown), tl.trans(query * grown), tl.trans(solve), tl.trans(read)
-
-
-@triton.jit
-def _kda_chunk_kernel(  # noqa: PLR0915 (a device function; half of it is loads and stores)
+def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known when compiling)
     query_ptr, key_ptr, value_ptr, gate_ptr, beta_ptr, out_ptr,
     state_ptr, u_ptr, key_record_ptr, gate_record_ptr, a_log_ptr, bias_ptr,
     slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr, first_token_ptr,
@@ -90,79 +90,152 @@ def _kda_chunk_kernel(  # noqa: PLR0915 (a device function; half of it is loads 
     query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, DEFERRED: tl.constexpr, PACKED: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TILES: tl.constexpr,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
+    if OVERLAP == 1:
+        wait_for_previous_kernel()
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    count = tl.where(slot >= 0, tl.load(num_rows_ptr + row), 0)
+    given = tl.load(num_rows_ptr + row).to(tl.int32)
+    count = tl.where(slot >= 0, given, 0)
     t, columns = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
-    token = first_of_row(first_token_ptr, row, num_tokens, PACKED) + t
-    out = out_ptr + token[:, None] * out_stride + head * VALUE_DIM
-    first_value = tl.program_id(0) * (BLOCK_V * TILES)
+    own = columns < KEY_DIM
+    first_value = tl.program_id(0) * BLOCK_V
+    values = tl.arange(0, BLOCK_V)
+    known = first_value + values < VALUE_DIM
+    # Numbers that are the same for all threads are added to pointers first: what is left are constants to the compiler.
+    token = first_of_row(first_token_ptr, row, num_tokens, PACKED)
+    out = out_ptr + token * out_stride + (head * VALUE_DIM + first_value)
+    place = t[:, None] * out_stride + values[None, :]
+    written = (t < tl.where(PACKED, given, num_tokens))[:, None] & known[None, :]
+    state_base = state_ptr + tl.maximum(slot, 0) * state_stride + (head * VALUE_DIM + first_value) * KEY_DIM
+    # The whole tile is on its way while everything that does not depend on it is worked out.
+    SPAN: tl.constexpr = 128 // (state_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a cache line
+    line = tl.arange(0, BLOCK_V * BLOCK_K // SPAN) * SPAN
+    prefetch(state_base + tl.minimum(line, (VALUE_DIM - first_value) * KEY_DIM - 1))
+    if OVERLAP == 2:
+        wait_for_previous_kernel()
     if count == 0:
-        for tile in range(0 if PACKED else TILES):
-            values = first_value + tile * BLOCK_V + tl.arange(0, BLOCK_V)
-            written = (t < num_tokens)[:, None] & (values < VALUE_DIM)[None, :]
-            tl.store(out + values[None, :], tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty), mask=written)
+        tl.store(out + place, tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty), mask=written)
         return
     record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
-    start, held = tl.load(start_ptr + row), tl.load(held_ptr + row)
+    start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
     rate = head_rate(a_log_ptr, head, HAS_RATE)
-    own = columns < KEY_DIM
     bias = tl.load(bias_ptr + head * KEY_DIM + columns, mask=own, other=0.0).to(tl.float32)
+
+    whole = known[:, None] & own[None, :]
+    states = state_base + (values[:, None] * KEY_DIM + columns[None, :])
+    keys_held = key_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
+    gates_held = gate_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
+    u_held = u_ptr + record_slot * u_stride + head * CAPACITY * VALUE_DIM + first_value
+    new_row = (start + held + t) % CAPACITY
+    # Of the held records, sixteen at most stay in the ring and enter like earlier tokens; what is older, and all where
+    # the row folds, goes into the state first.
+    into_state, newest = held * 0, held * 0
+    if DEFERRED:
+        fold = (tl.load(fold_ptr + row) != 0) & (held > 0)
+        into_state = tl.where(fold, held, tl.maximum(held - 16, 0))
+        newest = held - into_state
 
     # What does not depend on the value channel. Rows past the count are zero: they decay, read and add nothing.
     inside = (t < count)[:, None] & own[None, :]
-    lane = head * KEY_DIM + columns[None, :]
-    raw_key = tl.load(key_ptr + token[:, None] * key_stride + lane, mask=inside, other=0.0)
-    raw_gate = tl.load(gate_ptr + token[:, None] * gate_stride + lane, mask=inside, other=0.0)
-    raw_query = tl.load(query_ptr + token[:, None] * query_stride + lane, mask=inside, other=0.0)
-    beta = tl.load(beta_ptr + token * beta_stride + head, mask=t < count, other=0.0).to(tl.float32)
-    beta = tl.where(t < count, 1.0 / (1.0 + tl.exp(-tl.maximum(beta, -80.0))), 0.0)
+    lane = columns[None, :]
+    raw_key = tl.load(
+        key_ptr + token * key_stride + head * KEY_DIM + t[:, None] * key_stride + lane, mask=inside, other=0.0
+    )
+    raw_gate = tl.load(
+        gate_ptr + token * gate_stride + head * KEY_DIM + t[:, None] * gate_stride + lane, mask=inside, other=0.0
+    )
+    raw_query = tl.load(
+        query_ptr + token * query_stride + head * KEY_DIM + t[:, None] * query_stride + lane, mask=inside, other=0.0
+    )
+    beta = tl.load(beta_ptr + token * beta_stride + head + t * beta_stride, mask=t < count, other=0.0).to(tl.float32)
+    beta = tl.where(t < count, sigmoid_of(beta), 0.0)
+    if first_value == 0:
+        record = new_row[:, None] * KEY_DIM + lane
+        tl.store(keys_held + record, raw_key.to(key_record_ptr.dtype.element_ty), mask=inside)
+        tl.store(gates_held + record, raw_gate.to(gate_record_ptr.dtype.element_ty), mask=inside)
     decay = log_decay(raw_gate.to(tl.float32) + bias[None, :], rate, lower_bound, BOUNDED)
     decay = tl.where(inside, decay, 0.0)
     query = unit_rows(raw_query.to(tl.float32)) * (1.0 / tl.sqrt(KEY_DIM * 1.0))
-    key_t, query_t, solve_t, read_t = _solved_window(
-        query, unit_rows(raw_key.to(tl.float32)), decay, beta, t, FACTORED, TOKENS
-    )
-
-    base = record_slot * record_stride + head * CAPACITY * KEY_DIM
-    new_row = (start + held + t) % CAPACITY
-    if tl.program_id(0) == 0:
-        place = base + new_row[:, None] * KEY_DIM + columns[None, :]
-        tl.store(key_record_ptr + place, raw_key.to(key_record_ptr.dtype.element_ty), mask=inside)
-        tl.store(gate_record_ptr + place, raw_gate.to(gate_record_ptr.dtype.element_ty), mask=inside)
+    key = unit_rows(raw_key.to(tl.float32))
+    total = selected_sums(t[None, :] <= t[:, None], decay)
+    grown = exp_of(total)
+    key_high, key_low = halves(key * grown)
+    query_high, query_low = halves(query * grown)
+    if FACTORED:
+        back = key * exp_of(-total)
+    else:
+        keys, queries = _pairwise_couplings(query, key, total, t, TOKENS)
+        back = key
     if DEFERRED:
-        weight, before = held_records(
-            key_record_ptr + base, gate_record_ptr + base, start, held, columns, bias, rate, lower_bound,
-            BOUNDED, CAPACITY, KEY_DIM, ROWS,
+        # P S_h^T = (P e^{G_h}) S^T + (P K~^T) U
+        weight, before = held_block(
+            keys_held, gates_held, start + into_state, 0, newest, columns, bias, rate, lower_bound, bias * 0.0,
+            BOUNDED, CAPACITY, KEY_DIM,
         )  # fmt: skip
-        fold = (tl.load(fold_ptr + row) != 0) & (held > 0)
-
-    u_base = u_ptr + record_slot * u_stride + head * CAPACITY * VALUE_DIM
-    for tile in range(TILES):
-        values = first_value + tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        known = values < VALUE_DIM
-        place = slot * state_stride + (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns[None, :]
-        whole = known[:, None] & own[None, :]
-        state = tl.load(state_ptr + place, mask=whole, other=0.0).to(tl.float32)
+        back = stacked(back, weight)
+    if FACTORED or DEFERRED:
+        back_high, back_low = halves(back)
+        nothing = tl.zeros([TOKENS, back.shape[0]], tl.float32)
+        key_back = halves_dot(key_high, key_low, tl.trans(back_high), tl.trans(back_low), nothing)
+        query_back = halves_dot(query_high, query_low, tl.trans(back_high), tl.trans(back_low), nothing)
         if DEFERRED:
-            state = replayed(state, u_base, start, held, values, weight, before, CAPACITY, VALUE_DIM, ROWS)
+            key_back, key_held = unstacked(key_back)
+            query_back, query_held = unstacked(query_back)
+        if FACTORED:
+            keys, queries = key_back, query_back
+    keys = tl.where(t[:, None] > t[None, :], keys * beta[:, None], 0.0)
+    queries = tl.where(t[:, None] >= t[None, :], queries, 0.0)
+    solve = _unit_lower_inverse(keys, t, WINDOW) * beta[None, :]
+    read_high, read_low = halves(tl.dot(queries, solve, input_precision="ieee"))
+    solve_high, solve_low = halves(solve)
+
+    key_reads, query_reads = tl.zeros([TOKENS, BLOCK_V], tl.float32), tl.zeros([TOKENS, BLOCK_V], tl.float32)
+    state = tl.load(states, mask=whole, other=0.0).to(tl.float32)
+    if DEFERRED:
+        u_high, u_low = halves(
+            held_corrections(u_held, start + into_state, 0, newest, values, known, CAPACITY, VALUE_DIM)
+        )
+        coupled_high, coupled_low = halves(key_held)
+        key_reads = halves_dot(coupled_high, coupled_low, u_high, u_low, key_reads)
+        coupled_high, coupled_low = halves(query_held)
+        query_reads = halves_dot(coupled_high, coupled_low, u_high, u_low, query_reads)
+        grown = grown * exp_of(before)[None, :]
+        key_high, key_low = halves(key * grown)
+        query_high, query_low = halves(query * grown)
+        if into_state > 0:
+            state = folded(
+                state, keys_held, gates_held, u_held, start, into_state, columns, values, known, bias, rate,
+                lower_bound, BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
             if fold:
-                tl.store(state_ptr + place, state.to(state_ptr.dtype.element_ty), mask=whole)
-        taken = known[:, None] & (t < count)[None, :]
-        value = tl.load(
-            value_ptr + token[None, :] * value_stride + (head * VALUE_DIM + values)[:, None], mask=taken, other=0.0
-        )
-        surplus = value.to(tl.float32) - split_dot(state, key_t)
-        correction = tl.dot(surplus, solve_t, input_precision="ieee")
-        output = split_dot(state, query_t) + tl.dot(surplus, read_t, input_precision="ieee")
-        tl.store(
-            u_base + new_row[None, :] * VALUE_DIM + values[:, None], correction.to(u_ptr.dtype.element_ty), mask=taken
-        )
-        filled = count if PACKED else num_tokens
-        written = known[:, None] & (t < filled)[None, :]  # past the count the query was zero, and so is the output
-        tl.store(tl.trans(out) + values[:, None], output.to(out_ptr.dtype.element_ty), mask=written)
+                tl.store(states, state.to(state_ptr.dtype.element_ty), mask=whole)
+                state = state.to(state_ptr.dtype.element_ty).to(tl.float32)  # as later steps will find it
+    # One product for keys and queries with the state on the tall side, [V, 2 T], is what tensor cores take whole.
+    state_high, state_low = halves(state)
+    both_high, both_low = stacked(key_high, query_high), stacked(key_low, query_low)
+    reads = tl.zeros([BLOCK_V, 2 * TOKENS], tl.float32)
+    reads = halves_dot(state_high, state_low, tl.trans(both_high), tl.trans(both_low), reads)
+    of_keys, of_queries = unstacked(reads)
+    key_reads += tl.trans(of_keys)
+    query_reads += tl.trans(of_queries)
+    taken = (t < count)[:, None] & known[None, :]
+    value = tl.load(
+        value_ptr
+        + token * value_stride
+        + (head * VALUE_DIM + first_value)
+        + t[:, None] * value_stride
+        + values[None, :],
+        mask=taken,
+        other=0.0,
+    )
+    surplus_high, surplus_low = halves(value.to(tl.float32) - key_reads)
+    correction = halves_dot(solve_high, solve_low, surplus_high, surplus_low, tl.zeros_like(key_reads))
+    output = halves_dot(read_high, read_low, surplus_high, surplus_low, query_reads)
+    tl.store(u_held + new_row[:, None] * VALUE_DIM + values[None, :], correction.to(u_ptr.dtype.element_ty), mask=taken)
+    # Past the count the query was zero, and so is the output.
+    tl.store(out + place, output.to(out_ptr.dtype.element_ty), mask=written)
 
 
 def launch_kda_chunk(
@@ -173,21 +246,18 @@ def launch_kda_chunk(
     num_tokens = tokens.value.shape[1] if rows.first_token is None else min(MAX_TOKENS, layer.records.capacity)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
     out = outputs_for(tokens, rows) if out is None else out
-    kind = "spread" if batch * heads < FULL_GRID else "whole-deferred" if deferred else "whole"
-    tile_v, num_warps = TILES[kind]
+    tile_v, num_warps, registers = SPREAD_TILE if batch * heads < FULL_GRID else TILE
     block_v = min(tile_v, max(16, triton.next_power_of_2(value_dim)))
-    tiles = triton.cdiv(value_dim, block_v)
-    spread = tiles if kind == "spread" else 1
     bound = layer.gate.lower_bound
     arguments, sizes = verify_arguments(tokens, layer, rows, out, deferred)
-    _kda_chunk_kernel[(spread, heads, batch)](
+    _kda_chunk_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
         *arguments,
         **sizes,
         FACTORED=bound is not None and -bound * num_tokens <= FACTOR_LIMIT,
+        WINDOW=8 if num_tokens <= 8 else 16,
         TOKENS=16,
         BLOCK_V=block_v,
-        TILES=triton.cdiv(tiles, spread),
-        num_warps=num_warps,
+        **launch_options(out, num_warps, registers),
     )
     return out
 
@@ -218,7 +288,6 @@ def verify_arguments(
         "HAS_RATE": gate.a_log is not None,
         "DEFERRED": deferred,
         "PACKED": rows.first_token is not None,
-        "ROWS": max(16, triton.next_power_of_2(records.capacity)),
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
     }
     return arguments, sizes

@@ -17,7 +17,7 @@ import torch
 
 from dspark.kernels import tl, triton
 from dspark.kernels.kda import KDALayer, LayerTable, Rows, compute_dtype, replay, ring_rows, runs_kernel
-from dspark.kernels.kda_device import head_rate, held_records, replayed
+from dspark.kernels.kda_device import folded, head_rate
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def kda_commit_ref(
             layer.checkpoint[into] = state
 
 
-# Tile of value channels and warps of a program. 64 x 128 float32 of state is 64 registers a thread with 4 warps, which
-# leaves room for the split halves.
-TILE_V, NUM_WARPS = 64, 4
+# Value channels of a program, warps, most registers of a thread: all of a head of 128, so that the weights of records
+# are worked out once, and two programs fit a multiprocessor.
+TILE = (128, 8, 128)
 
 
 @triton.jit
@@ -138,27 +138,27 @@ def _kda_commit_kernel(
     HAS_RATE: tl.constexpr,
     HAS_BOUNDARY: tl.constexpr,
     ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     row, layer, head = tl.program_id(1), tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
     slot = tl.load(slots_ptr + row).to(tl.int64)  # int64: slots times a state's size overflow int32
     into = tl.load(into_ptr + row).to(tl.int64)
-    count = tl.load(count_ptr + row)
+    count = tl.load(count_ptr + row).to(tl.int32)
     writes = (into >= 0) & ((count > 0) | (into != slot))
     boundary_into, boundary_count = into * 0 - 1, count * 0
     if HAS_BOUNDARY:
         boundary_into = tl.load(boundary_into_ptr + row).to(tl.int64)
-        boundary_count = tl.load(boundary_count_ptr + row)
+        boundary_count = tl.load(boundary_count_ptr + row).to(tl.int32)
     if (slot < 0) | ((writes == 0) & (boundary_into < 0)):
         return
     columns = tl.arange(0, BLOCK_K)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     tile = values[:, None] * KEY_DIM + columns[None, :]
-    inside = (values < VALUE_DIM)[:, None] & (columns < KEY_DIM)[None, :]
+    known = values < VALUE_DIM
+    inside = known[:, None] & (columns < KEY_DIM)[None, :]
     record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
-    start = tl.load(start_ptr + row)
+    start = tl.load(start_ptr + row).to(tl.int32)
     # Each layer lies where it was allocated; the table holds its distance from layer 0 in elements.
     table = offsets_ptr + layer * 6
     state_at, u_at, key_at, gate_at = tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
@@ -173,21 +173,18 @@ def _kda_commit_kernel(
     bias = tl.load(bias_ptr + tl.load(table + 5) + head * KEY_DIM + columns, mask=columns < KEY_DIM, other=0.0)
     bias = bias.to(tl.float32)
     state = tl.load(states + slot * state_stride + tile, mask=inside, other=0.0).to(tl.float32)
-
     if HAS_BOUNDARY:  # noqa: SIM102 (known when compiling, unlike the next)
         if boundary_into >= 0:
-            weight, decay = held_records(
-                keys, gates, start, boundary_count, columns, bias, rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, ROWS
-            )
-            snapshot = replayed(
-                state, corrections, start, boundary_count, values, weight, decay, CAPACITY, VALUE_DIM, ROWS
-            )
+            snapshot = folded(
+                state, keys, gates, corrections, start, boundary_count, columns, values, known, bias, rate, lower_bound,
+                BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
             tl.store(states + boundary_into * state_stride + tile, snapshot.to(state_ptr.dtype.element_ty), mask=inside)
     if writes:
-        weight, decay = held_records(
-            keys, gates, start, count, columns, bias, rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, ROWS
-        )
-        final = replayed(state, corrections, start, count, values, weight, decay, CAPACITY, VALUE_DIM, ROWS)
+        final = folded(
+            state, keys, gates, corrections, start, count, columns, values, known, bias, rate, lower_bound,
+            BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
+        )  # fmt: skip
         tl.store(states + into * state_stride + tile, final.to(state_ptr.dtype.element_ty), mask=inside)
 
 
@@ -197,7 +194,8 @@ def launch_kda_commit(
     """One launch of the kernel for all layers, wherever Triton runs. Same contract as `kda_commit`."""
     first, records = table.layers[0], table.layers[0].records
     _, heads, value_dim, key_dim = first.checkpoint.shape
-    block_v = min(TILE_V, max(16, triton.next_power_of_2(value_dim)))
+    tile_v, num_warps, registers = TILE
+    block_v = min(tile_v, max(16, triton.next_power_of_2(value_dim)))
     grid = (triton.cdiv(value_dim, block_v), len(rows.slots), len(table.layers) * heads)
     if not (grid[1] and records.capacity):
         return
@@ -229,10 +227,11 @@ def launch_kda_commit(
         HAS_RATE=first.gate.a_log is not None,
         HAS_BOUNDARY=boundary is not None,
         ALIGNED=table.aligned,
-        ROWS=max(16, triton.next_power_of_2(records.capacity)),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
         BLOCK_V=block_v,
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
+        num_stages=1,
+        **({} if registers is None else {"maxnreg": registers}),
     )
 
 

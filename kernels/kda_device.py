@@ -16,22 +16,94 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def split_dot(a, b):
-    """a [M, K] b [K, N] of float32 tiles, error about 1e-6 of the operands."""
+def halves(x):
+    """High and low bfloat16 half of a float32 tile; in the interpreter the tile itself, twice."""
     if _INTERPRETED:
-        return tl.dot(a, b, input_precision="ieee")
-    a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
-    a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
-    product = tl.dot(a_high, b_high)
-    product = tl.dot(a_high, b_low, product)
-    return tl.dot(a_low, b_high, product)
+        return x, x
+    # Two elements at a time: left to itself the compiler converts one by one, on a unit with a quarter of the rate.
+    high, low = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 upper, lower;
+        .reg .f32 first, second;
+        cvt.rn.bf16x2.f32 $0, $3, $2;
+        shl.b32 lower, $0, 16;
+        and.b32 upper, $0, 0xffff0000;
+        sub.f32 first, $2, lower;
+        sub.f32 second, $3, upper;
+        cvt.rn.bf16x2.f32 $1, second, first;
+        }""",
+        "=&r,=r,r,r",
+        [x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+    return high, low
+
+
+@triton.jit
+def halves_dot(a_high, a_low, b_high, b_low, onto):
+    """`onto` plus the product of two tiles given by their halves."""
+    if _INTERPRETED:
+        return tl.dot(a_high, b_high, onto, input_precision="ieee")
+    onto = tl.dot(a_low, b_high, onto)
+    onto = tl.dot(a_high, b_low, onto)
+    return tl.dot(a_high, b_high, onto)
+
+
+@triton.jit
+def split_dot(a, b, onto):
+    """`onto` plus a [M, K] b [K, N], float32 tiles: error about 1e-6 of the operands."""
+    a_high, a_low = halves(a)
+    b_high, b_low = halves(b)
+    return halves_dot(a_high, a_low, b_high, b_low, onto)
+
+
+@triton.jit
+def selected_sums(choice, x):
+    """choice [M, N] of zeros and ones times x [N, K]: sums of rows of x as exact as float32 ones, but without a scan.
+
+    Three bfloat16 parts hold all 24 bits of x, and a product with zero or one rounds nothing.
+    """
+    if _INTERPRETED:
+        return tl.dot(choice.to(tl.float32), x, input_precision="ieee")
+    chosen = choice.to(tl.bfloat16)
+    high, rest = x.to(tl.bfloat16), x
+    rest = x - high.to(tl.float32)
+    middle, low = halves(rest)
+    total = tl.dot(chosen, low)
+    total = tl.dot(chosen, middle, total)
+    return tl.dot(chosen, high, total)
+
+
+@triton.jit
+def exp_of(x):
+    """e^x to a few units of 2^-24; results below 2^-126 are zero, which spares their special treatment."""
+    if _INTERPRETED:
+        return tl.exp(x)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 scaled; mul.f32 scaled, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, scaled; }",
+        "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def sigmoid_of(x):
+    """1 / (1 + e^-x) to a few units of 2^-24."""
+    if _INTERPRETED:
+        return tl.sigmoid(tl.maximum(x, -80.0))  # below, e^-x overflows
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 y; mul.f32 y, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 y, y; add.f32 y, y, 0f3F800000;"
+        " rcp.approx.ftz.f32 $0, y; }",
+        "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def log_decay(shifted, rate, lower_bound, BOUNDED: tl.constexpr):
     """g of a raw gate plus its bias; see `Gate`."""
     if BOUNDED:
-        return lower_bound * tl.sigmoid(tl.maximum(rate * shifted, -80.0))  # below, e^x of the other sign overflows
+        return lower_bound * sigmoid_of(rate * shifted)
     else:
         soft = tl.log(1.0 + tl.exp(tl.minimum(shifted, 20.0)))
         return -rate * tl.where(shifted > 20.0, shifted, soft)
@@ -40,7 +112,7 @@ def log_decay(shifted, rate, lower_bound, BOUNDED: tl.constexpr):
 @triton.jit
 def unit_rows(rows):
     """Each row of [T, K] over its length."""
-    return rows * (1.0 / tl.sqrt(tl.sum(rows * rows, axis=1) + 1e-6))[:, None]
+    return rows * tl.rsqrt(tl.sum(rows * rows, axis=1) + 1e-6)[:, None]
 
 
 @triton.jit
@@ -62,56 +134,75 @@ def first_of_row(first_token_ptr, row, num_tokens, PACKED: tl.constexpr):
 
 
 @triton.jit
-def held_records(
-    key_ptr,
-    gate_ptr,
-    start,
-    count,
-    columns,
-    bias,
-    rate,
-    lower_bound,
-    BOUNDED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Weights k^_j e^{G_n - G_j} [ROWS, K] of the first `count` records from ring row `start`, and the decay e^{G_n}
-    [K] of what was there before.
+def held_block(
+    key_ptr, gate_ptr, start, first, count, columns, bias, rate, lower_bound, tail,
+    BOUNDED: tl.constexpr, CAPACITY: tl.constexpr, KEY_DIM: tl.constexpr,
+):  # fmt: skip
+    """Weights k^_j e^{G_n - G_j} [16, K] of records first..first + 15 of the first `count` behind ring row `start`, and
+    the log decay [K] of these and all later ones, `tail` being that of the later ones alone.
 
-    G_n - G_j is summed over the records behind j, not subtracted: |G| reaches 45, and its rounding would show.
+    Log decays are summed over the records behind j, not subtracted: |G| reaches 45, and its rounding would show.
     """
-    j = tl.arange(0, ROWS)
-    inside = (j < count)[:, None] & (columns < KEY_DIM)[None, :]
-    behind = (j + 1 < count)[:, None] & (columns < KEY_DIM)[None, :]
-    row = ((start + j) % CAPACITY) * KEY_DIM
-    row_behind = ((start + j + 1) % CAPACITY) * KEY_DIM
-    key = tl.load(key_ptr + row[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    own = columns < tl.where(count > 0, KEY_DIM, 0)
-    first = tl.load(gate_ptr + (start % CAPACITY) * KEY_DIM + columns, mask=own, other=0.0)
-    raw = tl.load(gate_ptr + row_behind[:, None] + columns[None, :], mask=behind, other=0.0).to(tl.float32)
-    decay = tl.where(behind, log_decay(raw + bias[None, :], rate, lower_bound, BOUNDED), 0.0)
-    after = tl.cumsum(decay, axis=0, reverse=True)
-    first_decay = tl.where(own, log_decay(first.to(tl.float32) + bias, rate, lower_bound, BOUNDED), 0.0)
-    return unit_rows(key) * tl.exp(after), tl.exp(first_decay + tl.sum(decay, axis=0))
+    j = tl.arange(0, 16)
+    inside = (first + j < count)[:, None] & (columns < KEY_DIM)[None, :]
+    place = (((start + first + j) % CAPACITY) * KEY_DIM)[:, None] + columns[None, :]
+    key = tl.load(key_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    raw = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    decay = tl.where(inside, log_decay(raw + bias[None, :], rate, lower_bound, BOUNDED), 0.0)
+    behind = selected_sums(j[None, :] > j[:, None], decay)
+    return unit_rows(key) * exp_of(behind + tail[None, :]), tail + tl.sum(decay, axis=0)
 
 
 @triton.jit
-def replayed(
-    state,
-    correction_ptr,
-    start,
-    count,
-    values,
-    weight,
-    decay,
-    CAPACITY: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """A state tile [V, K] after `count` records, with the weights and the decay that `held_records` gave for them."""
-    j = tl.arange(0, ROWS)
-    known = (values < VALUE_DIM)[:, None] & (j < count)[None, :]
-    place = ((start + j) % CAPACITY)[None, :] * VALUE_DIM + values[:, None]
-    correction = tl.load(correction_ptr + place, mask=known, other=0.0).to(tl.float32)
-    return state * decay[None, :] + split_dot(correction, weight)
+def held_corrections(
+    correction_ptr, start, first, count, values, known, CAPACITY: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """U [16, V] of the same records; `values` [V] count from `correction_ptr`, and those `known` exist."""
+    j = tl.arange(0, 16)
+    place = ((start + first + j) % CAPACITY)[:, None] * VALUE_DIM + values[None, :]
+    return tl.load(correction_ptr + place, mask=(first + j < count)[:, None] & known[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def folded(
+    state, key_ptr, gate_ptr, correction_ptr, start, count, columns, values, known, bias, rate, lower_bound,
+    BOUNDED: tl.constexpr, CAPACITY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """A state tile [V, K] after the first `count` records behind ring row `start`, sixteen at a time."""
+    for first in tl.range(0, count, 16, num_stages=1):
+        end = tl.minimum(first + 16, count)
+        weight, decay = held_block(
+            key_ptr, gate_ptr, start, first, end, columns, bias, rate, lower_bound, bias * 0.0,
+            BOUNDED, CAPACITY, KEY_DIM,
+        )  # fmt: skip
+        correction = held_corrections(correction_ptr, start, first, end, values, known, CAPACITY, VALUE_DIM)
+        state = split_dot(tl.trans(correction), weight, state * exp_of(decay)[None, :])
+    return state
+
+
+@triton.jit
+def stacked(a, b):
+    """Two tiles [M, N] over each other, [2 M, N]: every thread keeps what it has."""
+    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
+
+
+@triton.jit
+def unstacked(x):
+    """The left and right half of a product [M, 2 N] with `stacked` rows."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def wait_for_previous_kernel():
+    """Go on when the kernel before has ended, and let the next one be launched."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the lines of `pointers` to be brought into the L2 cache; nothing waits for it."""
+    if not _INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -16,7 +16,7 @@ from dspark.kernels import tl, triton
 from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows, runs, runs_kernel
 from dspark.kernels.kda_chunk import MAX_TOKENS, launch_kda_chunk, outputs_for, verify_arguments
 from dspark.kernels.kda_commit import kda_fold_ref
-from dspark.kernels.kda_device import first_of_row, head_rate, held_records, log_decay, replayed
+from dspark.kernels.kda_device import exp_of, first_of_row, folded, head_rate, log_decay, sigmoid_of
 
 # Windows up to this take the serial kernel: the chunk's inverse and couplings cost the same for one token as for
 # sixteen.
@@ -34,6 +34,7 @@ def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
     inside = (torch.arange(num_tokens, device=active.device) < rows.num_rows[:, None]) & active[:, None]
     folded = (active & rows.fold & (rows.held > 0)).nonzero()[:, 0]
     layer.checkpoint[rows.slots[folded]] = state[folded].to(layer.checkpoint.dtype)
+    state[folded] = layer.checkpoint[rows.slots[folded]].to(state.dtype)  # as later steps will find it
     outputs, corrections, _ = kda_scan(tokens, layer.gate, state)
     row, t = inside.nonzero(as_tuple=True)
     index = ring_rows(rows.start + rows.held, num_tokens, records.capacity)[row, t]
@@ -63,38 +64,38 @@ def _kda_verify_kernel(
     query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, DEFERRED: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    count = tl.where(slot >= 0, tl.load(num_rows_ptr + row), 0)
+    given = tl.load(num_rows_ptr + row).to(tl.int32)
+    count = tl.where(slot >= 0, given, 0)
     columns = tl.arange(0, BLOCK_K)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     own, known = columns < KEY_DIM, values < VALUE_DIM
     token = first_of_row(first_token_ptr, row, num_tokens, PACKED)
     out = out_ptr + token * out_stride + head * VALUE_DIM + values
-    if not PACKED:
-        for t in range(count, num_tokens):
-            tl.store(out + t * out_stride, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=known)
+    for t in range(count, given if PACKED else num_tokens):
+        tl.store(out + t * out_stride, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=known)
     if count == 0:
         return
     record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
-    start, held = tl.load(start_ptr + row), tl.load(held_ptr + row)
+    start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
     rate = head_rate(a_log_ptr, head, HAS_RATE)
     bias = tl.load(bias_ptr + head * KEY_DIM + columns, mask=own, other=0.0).to(tl.float32)
     place = slot * state_stride + (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns[None, :]
     whole = known[:, None] & own[None, :]
-    state = tl.load(state_ptr + place, mask=whole, other=0.0).to(tl.float32)
     base = record_slot * record_stride + head * CAPACITY * KEY_DIM
     u_base = u_ptr + record_slot * u_stride + head * CAPACITY * VALUE_DIM
+    state = tl.load(state_ptr + place, mask=whole, other=0.0).to(tl.float32)
     if DEFERRED:
-        weight, before = held_records(
-            key_record_ptr + base, gate_record_ptr + base, start, held, columns, bias, rate, lower_bound,
-            BOUNDED, CAPACITY, KEY_DIM, ROWS,
+        state = folded(
+            state, key_record_ptr + base, gate_record_ptr + base, u_base, start, held, columns, values, known, bias,
+            rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
         )  # fmt: skip
-        state = replayed(state, u_base, start, held, values, weight, before, CAPACITY, VALUE_DIM, ROWS)
         if (tl.load(fold_ptr + row) != 0) & (held > 0):
             tl.store(state_ptr + place, state.to(state_ptr.dtype.element_ty), mask=whole)
+            state = state.to(state_ptr.dtype.element_ty).to(tl.float32)  # as later steps will find it
 
     scale = 1.0 / tl.sqrt(KEY_DIM * 1.0)
     for t in range(count):
@@ -104,12 +105,12 @@ def _kda_verify_kernel(
         query = tl.load(query_ptr + (token + t) * query_stride + lane, mask=own, other=0.0).to(tl.float32)
         value = tl.load(value_ptr + (token + t) * value_stride + head * VALUE_DIM + values, mask=known, other=0.0)
         beta = tl.load(beta_ptr + (token + t) * beta_stride + head).to(tl.float32)
-        beta = 1.0 / (1.0 + tl.exp(-tl.maximum(beta, -80.0)))
+        beta = sigmoid_of(beta)
         key = raw_key.to(tl.float32)
         key = key * (1.0 / tl.sqrt(tl.sum(key * key, axis=0) + 1e-6))
         query = query * (scale / tl.sqrt(tl.sum(query * query, axis=0) + 1e-6))
         decay = log_decay(raw_gate.to(tl.float32) + bias, rate, lower_bound, BOUNDED)
-        state = state * tl.exp(tl.where(own, decay, 0.0))[None, :]
+        state = state * exp_of(tl.where(own, decay, 0.0))[None, :]
         correction = beta * (value.to(tl.float32) - tl.sum(state * key[None, :], axis=1))
         state += correction[:, None] * key[None, :]
         output = tl.sum(state * query[None, :], axis=1)
@@ -204,6 +205,6 @@ def _into(out: torch.Tensor | None, outputs: torch.Tensor, rows: Rows) -> torch.
         return outputs
     if rows.first_token is None:
         return out.copy_(outputs)
-    index, inside = runs(rows.first_token, torch.where(rows.slots >= 0, rows.num_rows, 0), outputs.shape[1])
+    index, inside = runs(rows.first_token, rows.num_rows, outputs.shape[1])
     out[0, index[inside]] = outputs[0, index[inside]].to(out.dtype)
     return out

@@ -30,8 +30,10 @@ from typing import Any
 
 import torch
 
+from dspark.kernels import conv_window as conv_module
 from dspark.kernels import kda_chunk, triton
 from dspark.kernels import kda_commit as commit_module
+from dspark.kernels import kda_launch as launch_module
 from dspark.kernels.conv_window import conv_window, conv_window_ref
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
 from dspark.kernels.kda_commit import kda_commit, kda_commit_ref
@@ -45,13 +47,30 @@ RECORD_BYTES = DIM * (4 + 2 + 2)
 # Relative Frobenius error that a launch may show: one rounding to bfloat16, or split products in float32.
 BFLOAT16_ERROR, FLOAT32_ERROR = 8e-3, 2e-5
 
-VARIANTS: dict[str, list[tuple[ModuleType, str, Any]]] = {
-    f"chunk-{tile}x{warps}": [(kda_chunk, "TILES", dict.fromkeys(kda_chunk.TILES, (tile, warps)))]
-    for tile, warps in ((64, 4), (128, 8), (32, 4), (128, 4), (64, 8))
-} | {
-    f"commit-{tile}x{warps}": [(commit_module, "TILE_V", tile), (commit_module, "NUM_WARPS", warps)]
-    for tile, warps in ((64, 4), (64, 8), (128, 4), (128, 8), (32, 4))
-}
+Change = tuple[ModuleType, str, Any]
+
+
+def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: str) -> dict[str, list[Change]]:
+    """Variants named after `shapes`, such as 128x8x128: value channels, warps, most registers of a thread (0: any)."""
+    found = {}
+    for shape in shapes.split():
+        tile, warps, registers = map(int, shape.split("x"))
+        found[f"{name}-{shape}"] = [(module, attribute, (tile, warps, registers or None)) for attribute in attributes]
+    return found
+
+
+VARIANTS = (
+    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x8x128 128x8x0 64x4x0 64x4x168 64x4x128 64x8x0")
+    | tiles("commit", commit_module, ("TILE",), "128x8x128 128x8x0 64x4x0 64x4x128 64x4x168")
+    | {
+        "step-pdl1": [(launch_module, "OVERLAP", 1)],
+        "step-pdl2": [(launch_module, "OVERLAP", 2)],
+    }
+    | {
+        f"conv-{tile}x{warps}": [(conv_module, "TILE_CHANNELS", tile), (conv_module, "NUM_WARPS", warps)]
+        for tile, warps in ((512, 2), (256, 1), (1024, 4), (512, 4), (256, 2))
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -316,10 +335,10 @@ def timed(run: Callable[[], object], groups: int = 21, group_ms: float = 4.0) ->
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second that a copy of 4 GiB reads and writes."""
+    """Bytes per second that a kernel moving 4 GiB reads and writes."""
     source = torch.empty(1 << 30, device="cuda").normal_()
     target = torch.empty_like(source)
-    timing = timed(lambda: target.copy_(source), groups=9)
+    timing = timed(lambda: torch.neg(source, out=target), groups=9)  # `copy_` takes another engine in a graph
     return 2 * source.nbytes / (timing.median * 1e-3)
 
 

@@ -67,12 +67,12 @@ def test_a_row_is_bitwise_independent_of_the_batch():
 
 @IMPLEMENTATIONS
 def test_packed_inputs_are_the_same_rows(convolve):
-    """Runs in another order than rows, NaN between them; a padding row has no run."""
+    """Runs in another order than rows, NaN between them; the run of a padding row is zero."""
     inputs, weight, ring, num_rows = draw(4, 5, 20), draw(20, 4, seed=1), draw(4, 8, 20, seed=2), [5, 2, 3, 0]
     where = ints(3, 0, -1, 2), ints(4, 1, 0, 7), ints(*num_rows)
     apart, packed = ring.clone(), ring.clone()
     expected = convolve(inputs, weight, apart, *where)
-    line, starts = line_up(inputs, num_rows, [1, 0])
+    line, starts = line_up(inputs, num_rows, [1, 2, 0])
     out = convolve(line, weight, packed, *where, starts)
     for row in (0, 1):
         assert torch.equal(out[0, starts[row] : starts[row] + num_rows[row]], expected[row, : num_rows[row]])

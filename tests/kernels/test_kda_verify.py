@@ -92,7 +92,7 @@ def test_every_window_without_held_records(verify, num_tokens):
     rows = ring([1, 0], [num_tokens] * 2)
     got, out = compare(verify, tokens, layer, rows)
     assert torch.equal(got.checkpoint, layer.checkpoint)
-    assert torch.equal(verify(tokens, copied(layer), rows, deferred=False), out)
+    close(verify(tokens, copied(layer), rows, deferred=False), out, KERNEL_ERROR)  # another program on a device
 
 
 @KERNELS
@@ -139,7 +139,7 @@ def test_padding_rows_write_nowhere(verify, null_slot):
 @KERNELS
 def test_thread_blocks_may_run_in_any_order(verify, monkeypatch):
     """Several value tiles, held records, a fold, a ring that is full: no block reads what another one writes."""
-    monkeypatch.setattr(kda_chunk, "TILES", dict.fromkeys(kda_chunk.TILES, (16, 4)))
+    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (16, 4, None))
     monkeypatch.setattr(kda_verify_module, "SERIAL_TILE_V", 16)
     rows = ring([1, 0], [9, 9], held=[9, 9], start=5, fold=True)
     layer = filled(random_layer(2, HEADS, 16, 64, 18, dtype=torch.float32), rows)
@@ -218,8 +218,8 @@ def test_bfloat16_activations(verify, dtype, state_dtype, bound):
 )
 @pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
 def test_packed_tokens_are_the_same_rows(verify, given):
-    """Runs in another order than rows, NaN between them, and padding rows whose run would lie on another row's."""
-    num_rows = [5, 9, 3, 1, 4, 0]
+    """Runs in another order than rows, NaN between them, and padding rows, one with a run, which is zero."""
+    num_rows = [5, 9, 3, 1, 0, 0]
     rows = ring(
         [3, 0, -1, 1, -1, 2], num_rows, held=[4, 0, 2, 9, 0, 1], start=13, fold=[True, False, True, True, False, True]
     )
@@ -227,7 +227,7 @@ def test_packed_tokens_are_the_same_rows(verify, given):
     tokens = random_tokens(6, 9, HEADS, 16, 20, dtype=torch.float32)
     apart, packed = copied(layer), copied(layer)
     expected = verify(poisoned(tokens, num_rows), apart, rows)
-    lines = {name: line_up(x, num_rows, [3, 0, 5, 1]) for name, x in vars(tokens).items()}
+    lines = {name: line_up(x, num_rows, [3, 0, 2, 5, 1]) for name, x in vars(tokens).items()}
     starts = lines["key"][1]
     line = Tokens(**{name: x for name, (x, _) in lines.items()})
     rows = dataclasses.replace(rows, first_token=starts)
@@ -238,6 +238,9 @@ def test_packed_tokens_are_the_same_rows(verify, given):
         run = slice(int(starts[row]), int(starts[row]) + num_rows[row])
         assert torch.equal(out[0, run], expected[row, : num_rows[row]])
         taken[run] = True
+    run = slice(int(starts[2]), int(starts[2]) + num_rows[2])
+    assert not out[0, run].any()
+    taken[run] = True
     assert (out[0, ~taken] == (7.0 if given else 0.0)).all()
     for a, b in zip(
         [packed.checkpoint, *vars(packed.records).values()],

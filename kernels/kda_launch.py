@@ -1,0 +1,30 @@
+"""How KDA kernels are launched: overlap with the kernel before, and the registers that a thread may have.
+
+On Hopper a kernel may be started while the one before it still runs ("programmatic dependent launch"). It then waits
+for the end of that kernel before it reads what that kernel wrote, and until then does what does not depend on it.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+# 0: off. 1: only the launch itself overlaps. 2: rows are read and states fetched into the L2 cache before the wait,
+# which requires that the kernel right before did not write the rows.
+OVERLAP = 0
+
+
+@lru_cache
+def _can_overlap(index: int) -> bool:
+    return torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def launch_options(x: torch.Tensor, num_warps: int, registers: int | None = None) -> dict[str, Any]:
+    """Options of a kernel launch on the device of `x`; `OVERLAP` is the kernel's own parameter."""
+    overlap = OVERLAP if x.is_cuda and _can_overlap(x.device.index) else 0
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": 1, "OVERLAP": overlap}
+    if overlap:
+        options["launch_pdl"] = True
+    if registers is not None:
+        options["maxnreg"] = registers
+    return options
