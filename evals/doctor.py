@@ -25,7 +25,14 @@ import torch
 import torch.nn.functional as F
 
 from dspark.drafter import Drafter
-from dspark.evals.doctor_text import Anchors, TargetText, choose_anchors, collect, overlaps
+from dspark.evals.doctor_text import (
+    Anchors,
+    TargetText,
+    choose_anchors,
+    collect,
+    constant_overlaps,
+    overlaps,
+)
 from dspark.evals.readings import Reading, alternatives, tap_ids_tried
 from dspark.evals.stats import Bootstrap, Estimate
 from dspark.target import HFTarget
@@ -35,7 +42,6 @@ LEAST_GAIN = 0.05
 # Readings that score less than this share of the best one on a few anchors are not scored on the rest.
 SCREEN_SHARE = 0.8
 SCREEN_STEP = 4
-HOPELESS = 0.1  # acceptance of draft 1 under the best reading, below which no reading is right
 ALIKE = 0.5  # mean cosine of an own matrix's rows with the target's, below which they are strangers
 
 
@@ -143,13 +149,16 @@ def diagnose(
         found.append(best[0])
         kept, kept_scores = best[0].drafter, best[1]
     findings = search.findings(kept_scores, scored, found, declared)
-    faults += [f"{reading.topic}: {reading.value} drafts better; {reading.remedy}" for reading in found]
+    better = [f"{reading.topic}: {reading.value} drafts better; {reading.remedy}" for reading in found]
     acceptance = overlaps(kept, text, search.anchors, num_drafts).mean(0)
-    if acceptance[0] < HOPELESS:
+    if search.knows_nothing(kept_scores):
         faults.append(
-            f"under no reading is more than {acceptance[0]:.0%} of first drafts accepted: the drafter was trained for "
-            "another target (or revision, or tokenizer), or its weights are damaged"
+            f"under no reading does it draft better than the mere frequency of tokens ({acceptance[0]:.0%} of first "
+            "drafts accepted): it was trained for another target, revision or tokenizer, or its weights are damaged"
         )
+        remarks += [f"less bad all the same: {line}" for line in better]
+    else:
+        faults += better
     return Diagnosis(
         faults=tuple(faults),
         remarks=tuple(remarks),
@@ -180,11 +189,18 @@ class _Search:
         """[num_requests] accepted drafts per block, on every `step`-th anchor; NaN where a logit is."""
         self.num_readings += step == 1
         anchors = self.anchors.thinned(step)
-        lengths = np.cumprod(overlaps(drafter, self.text, anchors, self.num_drafts), axis=1).sum(1)
+        return self._by_request(overlaps(drafter, self.text, anchors, self.num_drafts), anchors)
+
+    def _by_request(self, accept: np.ndarray, anchors: Anchors) -> np.ndarray:
         request = anchors.request.numpy()
-        sums = np.bincount(request, lengths, self.num_requests)
-        counts = np.bincount(request, minlength=self.num_requests)
-        return sums / np.maximum(counts, 1)
+        sums = np.bincount(request, np.cumprod(accept, axis=1).sum(1), self.num_requests)
+        return sums / np.maximum(np.bincount(request, minlength=self.num_requests), 1)
+
+    def knows_nothing(self, scores: np.ndarray) -> bool:
+        """Whether a reading is not certainly better than drafting by the frequency of tokens."""
+        constant = self._by_request(constant_overlaps(self.text, self.anchors, self.num_drafts), self.anchors)
+        low = self.bootstrap.mean(scores - constant).low
+        return low is None or low <= 0
 
     def compare(self, kept: np.ndarray, candidates: Sequence[Reading]) -> list[tuple[Reading, np.ndarray]]:
         """Candidates with their scores. Of each topic at least the best on a few anchors is scored on all; the others

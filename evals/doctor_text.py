@@ -147,6 +147,15 @@ def overlaps(drafter: Drafter, text: TargetText, anchors: Anchors, num_drafts: i
     return np.concatenate(parts)
 
 
+def constant_overlaps(text: TargetText, anchors: Anchors, num_drafts: int) -> np.ndarray:
+    """[N, K] float64: the same for a drafter that knows nothing but how often each token comes in this text."""
+    frequency = torch.cat(text.next_probs).mean(0)
+    every = [torch.minimum(law, frequency).sum(-1).double().cpu().numpy() for law in text.next_probs]
+    rows = zip(anchors.request.tolist(), anchors.position.tolist(), strict=True)
+    starts = [(r, t + 1 - text.prompt_lengths[r]) for r, t in rows]
+    return np.stack([every[r][start : start + num_drafts] for r, start in starts])
+
+
 class _Walk:
     """A chain along the text: `pick` scores a draft and answers with the text's own token."""
 

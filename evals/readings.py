@@ -8,7 +8,7 @@ differently, without any shape to show it. The topics, each with the fault it st
     mask        filler token
     rope        pairs interleaved instead of halves; another base
     causality   block rows see the later ones, or not
-    embedding   scaled by sqrt(hidden); the target's instead of an own one
+    embedding   scaled by sqrt(hidden), or back; the target's instead of an own one
     head        the target's, or the embedding, instead of an own one
     vocabulary  d2t as ids instead of offsets
     norm        weights stored without the 1
@@ -32,8 +32,8 @@ from dspark.config import DrafterConfig, LayerConfig, RopeConfig
 from dspark.drafter import Drafter
 from dspark.target import HFTarget
 
-MAX_MASKS = 24
-THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
+MAX_MASKS = 16
+THETAS = (1e4, 1e6)
 
 
 @dataclass(frozen=True)
@@ -206,15 +206,16 @@ def _causality(base: Drafter) -> Iterator[Reading]:
 
 
 def _embedding(base: Drafter, target: HFTarget) -> Iterator[Reading]:
-    scale = float(base.config.hidden_size) ** 0.5
-    scaled = variant(base, embed_tokens=None)
-    scaled._shared_embedding = base.embedding_weight * scale
-    yield Reading(
-        "embedding",
-        f"embeddings times sqrt(hidden_size) = {scale:.4g}",
-        "the drafter was trained on scaled embeddings: multiply embed_tokens.weight by that factor (and ship it)",
-        scaled,
-    )
+    root = float(base.config.hidden_size) ** 0.5
+    for scale, words, remedy in (
+        (root, "times", "the drafter was trained on scaled embeddings: multiply embed_tokens.weight by that factor"),
+        (1 / root, "divided by", "the stored embeddings are scaled already: divide embed_tokens.weight by that factor"),
+    ):
+        scaled = variant(base, embed_tokens=None)
+        scaled._shared_embedding = base.embedding_weight * scale
+        yield Reading(
+            "embedding", f"embeddings {words} sqrt(hidden_size) = {root:.4g}", f"{remedy} (and ship it)", scaled
+        )
     theirs = target.input_embedding.detach()
     if base.embed_tokens is None or theirs.shape[1] != base.config.hidden_size:
         return
