@@ -18,6 +18,7 @@ from dspark.kernels.markov_persistent import _chain_kernel
 HELD_BATCH = 8  # requests up to which W2 may stay on chip; more of them need the registers for the race
 MAX_BLOCK_B = 64
 TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
+FEATURE_ELEMENTS = 32768  # of a block of requests: 64 KB
 SHARED_BYTES = 200 * 1024
 HELD_ELEMENTS = 32768  # elements of W2 a program keeps in registers through the steps
 INTERPRETED_PROGRAMS = 3  # the interpreter runs programs one by one; a few of them still join their words
@@ -51,9 +52,9 @@ class DensePlan:
             raise ValueError(f"a {weights.kind} head has no persistent form: its features cost a matrix product")
         limit = num_programs or device_programs(base.device)
         block_r = triton.next_power_of_2(max(weights.rank, 16))
-        block_g = max(min(TILE_ELEMENTS // 4 // block_r, 32), 16)
+        block_g = max(min(TILE_ELEMENTS // 4 // block_r, 32), 4)
         num_tiles = triton.cdiv(columns, 4 * block_g)
-        block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B)
+        block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B, max(FEATURE_ELEMENTS // block_r, 16))
         num_blocks = triton.cdiv(batch, block_b)
         parts = max(min(num_tiles, limit // num_blocks), 1)
         held = triton.next_power_of_2(triton.cdiv(columns, parts))
@@ -70,14 +71,16 @@ class DensePlan:
             num_tiles=num_tiles,
             num_parts=parts,
             held=held,
-            stages=_stages(block_b, block_r, block_g, 1 if weights.w2_scale is not None else 2),
+            stages=_stages(block_b, block_r, block_g, weights.w2_scale is not None),
             num_warps=8 if held else 4 if block_b <= 16 else 16,
         )
 
 
-def _stages(block_b: int, block_r: int, block_g: int, weight_bytes: int) -> int:
-    """Tiles of W2 in flight: what shared memory holds beside the features, at most four."""
-    return min(max((SHARED_BYTES - 2 * block_b * block_r) // (4 * block_g * block_r * weight_bytes), 1), 4)
+def _stages(block_b: int, block_r: int, block_g: int, fp8: bool) -> int:
+    """Tiles of W2 in flight: what shared memory holds beside the features and a decoded 8-bit tile, at most four."""
+    tile = 4 * block_g * block_r
+    others = 2 * max(block_b, 16) * block_r + (2 * tile if fp8 else 0)
+    return min(max((SHARED_BYTES - others) // (tile if fp8 else 2 * tile), 1), 4)
 
 
 def device_programs(device: torch.device) -> int:

@@ -184,7 +184,8 @@ def _step_kernel(
     batch, step, num_columns, num_tiles, num_parts, base_stride, base_step, cache_stride, cache_step, logit_scale,
     HAS_ROWS: tl.constexpr, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr,
     SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
-    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
+    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One step of the race, from features [B, RANK]; words and masses are [num_parts, B]."""
     part, row = tl.program_id(0), tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
