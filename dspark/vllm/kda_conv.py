@@ -23,7 +23,9 @@ from dspark.kernels import tl, triton
 from dspark.kernels.kda import Rows, compute_dtype, runs_kernel
 from dspark.vllm.kda_state import CommitPlan
 
-TILE_CHANNELS, NUM_WARPS = 128, 4  # as in dspark.kernels.conv_window
+# Eight channels a thread are 16 bytes of bfloat16; see dspark.kernels.conv_window.
+VERIFY_CHANNELS, VERIFY_WARPS = 512, 2
+COMMIT_CHANNELS, COMMIT_WARPS = 256, 4
 
 
 @dataclass(frozen=True)
@@ -68,38 +70,41 @@ def conv_verify_ref(inputs: torch.Tensor, weight: torch.Tensor, state: ConvPages
 def _conv_verify_kernel(  # noqa: PLR0913 (pointers, sizes and strides)
     input_ptr, weight_ptr, page_ptr, spare_ptr, out_ptr, slots_ptr, num_rows_ptr, first_ptr,
     channels, input_stride, page_stride, channel_stride, column_stride,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
-    slot = tl.load(slots_ptr + row)
-    first, count = tl.load(first_ptr + row), tl.load(num_rows_ptr + row)
-    if count == 0:
+    slot, first = tl.load(slots_ptr + row), tl.load(first_ptr + row)
+    given = tl.load(num_rows_ptr + row).to(tl.int32)
+    if given == 0:
         return
-    column, t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TOKENS)
-    own = column < channels
-    inside = (t < count)[:, None] & own[None, :]
-    live = (t < tl.where(slot >= 0, count, 0))[:, None] & own[None, :]
-    page = page_ptr + slot * page_stride + column[None, :] * channel_stride
-    source = input_ptr + (first + t)[:, None] * input_stride + column[None, :]
-    mixed = tl.zeros([TOKENS, BLOCK], tl.float32)
+    count = tl.where(slot >= 0, given, 0)
+    begin, column = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    lane = begin + column
+    page = page_ptr + slot * page_stride + begin * channel_stride + column * channel_stride
+    known = lane < tl.where(count > 0, channels, 0)
+    # A thread has its channels to itself, and all their inputs before it stores the first output.
+    line, taps = (), ()
     for i in tl.static_range(WIDTH):
-        back = t + (i - (WIDTH - 1))  # negative: a column of the history
-        weight = tl.load(weight_ptr + column * WIDTH + i, mask=own, other=0.0).to(tl.float32)
-        old = tl.load(page + (back + (WIDTH - 1))[:, None] * column_stride, mask=live & (back < 0)[:, None], other=0.0)
-        new = tl.load(source + (i - (WIDTH - 1)) * input_stride, mask=live & (back >= 0)[:, None], other=0.0)
-        mixed += (old.to(tl.float32) + new.to(tl.float32)) * weight[None, :]
-    mixed = mixed / (1.0 + tl.exp(-tl.maximum(mixed, -80.0)))
-    out = out_ptr + (first + t)[:, None] * channels + column[None, :]
-    tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=inside)
-    kept = tl.load(source, mask=live, other=0.0)
-    place = t + (WIDTH - 1)
-    tl.store(
-        page + place[:, None] * column_stride,
-        kept.to(page_ptr.dtype.element_ty),
-        mask=live & (place < COLUMNS)[:, None],
-    )
-    spare = spare_ptr + row.to(tl.int64) * channels + column[None, :] + tl.zeros([TOKENS, 1], tl.int32)
-    tl.store(spare, kept.to(spare_ptr.dtype.element_ty), mask=live & (place == COLUMNS)[:, None])
+        taps = taps + (tl.load(weight_ptr + lane * WIDTH + i, mask=lane < channels, other=0.0).to(tl.float32),)  # noqa: RUF005
+    for i in tl.static_range(WIDTH - 1):
+        line = line + (tl.load(page + i * column_stride, mask=known, other=0.0).to(input_ptr.dtype.element_ty),)  # noqa: RUF005
+    for t in tl.static_range(WINDOW):
+        source = input_ptr + (first + t) * input_stride + begin + column
+        line = line + (tl.load(source, mask=lane < tl.where(t < count, channels, 0), other=0.0),)  # noqa: RUF005
+    for t in tl.static_range(WINDOW):
+        mixed = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(WIDTH):
+            mixed += line[t + i].to(tl.float32) * taps[i]
+        mixed = mixed / (1.0 + tl.exp(-tl.maximum(mixed, -80.0)))
+        out = out_ptr + (first + t) * channels + begin + column
+        tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=lane < tl.where(t < given, channels, 0))
+        kept = line[t + WIDTH - 1]
+        mine = lane < tl.where(t < count, channels, 0)
+        if t + WIDTH - 1 < COLUMNS:
+            tl.store(page + (t + WIDTH - 1) * column_stride, kept.to(page_ptr.dtype.element_ty), mask=mine)
+        else:
+            spare = spare_ptr + row.to(tl.int64) * channels + begin + column
+            tl.store(spare, kept.to(spare_ptr.dtype.element_ty), mask=mine)
 
 
 def launch_conv_verify(
@@ -108,11 +113,10 @@ def launch_conv_verify(
     """Same contract as `conv_verify`, wherever Triton runs."""
     channels, width = weight.shape
     out = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-    _conv_verify_kernel[(triton.cdiv(channels, TILE_CHANNELS), len(rows.slots))](
+    _conv_verify_kernel[(triton.cdiv(channels, VERIFY_CHANNELS), len(rows.slots))](
         inputs, weight, state.pages, state.spare, out, rows.slots, rows.num_rows, rows.first_token,
         channels, inputs.stride(0), *state.pages.stride(),
-        COLUMNS=state.pages.shape[2], WIDTH=width, TOKENS=triton.next_power_of_2(window), BLOCK=TILE_CHANNELS,
-        num_warps=NUM_WARPS,
+        COLUMNS=state.pages.shape[2], WIDTH=width, WINDOW=window, BLOCK=VERIFY_CHANNELS, num_warps=VERIFY_WARPS,
     )  # fmt: skip
     return out
 
@@ -244,11 +248,11 @@ class ConvTable:
         """Same contract as `commit`, wherever Triton runs."""
         first, boundary = self.layers[0], plan.boundary
         channels, columns = first.pages.shape[1:]
-        _conv_commit_kernel[(triton.cdiv(channels, TILE_CHANNELS), len(plan.destinations), len(self.layers))](
+        _conv_commit_kernel[(triton.cdiv(channels, COMMIT_CHANNELS), len(plan.destinations), len(self.layers))](
             first.pages, first.spare, self.offsets, plan.rows.slots, plan.num_records, plan.destinations,
             plan.destinations if boundary is None else boundary.slots,
             plan.destinations if boundary is None else boundary.num_records,
             channels, *first.pages.stride(),
             COLUMNS=columns, WIDTH=self.width, COLUMN_TILE=triton.next_power_of_2(self.width - 1),
-            HAS_BOUNDARY=boundary is not None, BLOCK=TILE_CHANNELS, num_warps=NUM_WARPS,
+            HAS_BOUNDARY=boundary is not None, BLOCK=COMMIT_CHANNELS, num_warps=COMMIT_WARPS,
         )  # fmt: skip
