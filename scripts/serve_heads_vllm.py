@@ -202,7 +202,7 @@ def last_line(error: BaseException) -> str:
     """The words of an error, of the first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {str(error).strip()[:600]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def serve_one(args: argparse.Namespace, name: str) -> dict[str, Any]:
