@@ -227,6 +227,7 @@ def serve_one(args: argparse.Namespace, name: str) -> dict[str, Any]:
         max_model_len=512,
         max_num_seqs=16,
         kv_cache_memory_bytes=2**29,
+        gpu_memory_utilization=0.1,
         disable_log_stats=False,
         **options,
     )
