@@ -172,7 +172,7 @@ def select_candidates(base: torch.Tensor, workspace: CandidatesWorkspace) -> Non
     """The k largest columns of every position of base [B, K, D], into the workspace; same as `candidates_ref`."""
     batch, steps, columns = base.shape
     k, rows = workspace.k, batch * steps
-    block = 32
+    block = 64
     _group_maxima_kernel[(rows, triton.cdiv(workspace.num_groups, block))](
         base, workspace.maxima, steps, columns, workspace.num_groups, *base.stride()[:2],
         GROUP=GROUP, BLOCK_N=block,
@@ -241,7 +241,8 @@ def candidates_chain(
         CONFIDENCE=confidence_kind(weights, hidden),
         FEATURES="fp32" if weights.w1 is None else dtype_name(weights.w1.dtype), OUT=dtype_name(out.logits.dtype),
         FP8=weights.w2_scale is not None, REDUCED=weights.target_ids is not None, TRUNCATED=truncation is not None,
-        RANK=weights.rank, BLOCK_R=block_r, BLOCK_H=1024, K=workspace.k,
+        RANK=weights.rank, BLOCK_R=block_r, BLOCK_H=256, K=workspace.k,
         BLOCK_K=min(workspace.k, max(GATHERED // block_r, 16)), BLOCK_J=min(workspace.k, 32),
+        BLOCK_S=triton.next_power_of_2(base.shape[1]),
         num_warps=4 if workspace.k * block_r <= 8192 else 8,
     )  # fmt: skip

@@ -72,7 +72,7 @@ class DensePlan:
             num_parts=parts,
             held=held,
             stages=_stages(block_b, block_r, block_g, weights.w2_scale is not None),
-            num_warps=8 if held else 4 if block_b <= 16 else 16,
+            num_warps=8 if block_b <= 16 else 16,
         )
 
 

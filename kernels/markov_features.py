@@ -86,6 +86,15 @@ def hidden_confidence(hidden_ptr, hidden_size, weight_ptr, bias_ptr, BLOCK_H: tl
 
 
 @triton.jit
+def token_confidence(token, w1_ptr, hidden_size, weight_ptr, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The previous token's share of a confidence logit."""
+    r = tl.arange(0, BLOCK_R)
+    embedded = tl.load(w1_ptr + token * RANK + r, mask=r < RANK, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + hidden_size + r, mask=r < RANK, other=0.0).to(tl.float32)
+    return tl.sum(embedded * weight, axis=0)
+
+
+@triton.jit
 def request_confidence(
     token, w1_ptr, hidden_ptr, hidden_size, weight_ptr, bias_ptr,
     CONFIDENCE: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -93,10 +102,7 @@ def request_confidence(
     """Confidence logit of one request, from "hidden" or "hidden+markov"."""
     logit = hidden_confidence(hidden_ptr, hidden_size, weight_ptr, bias_ptr, BLOCK_H)
     if CONFIDENCE == "hidden+markov":
-        r = tl.arange(0, BLOCK_R)
-        embedded = tl.load(w1_ptr + token * RANK + r, mask=r < RANK, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + hidden_size + r, mask=r < RANK, other=0.0).to(tl.float32)
-        logit += tl.sum(embedded * weight, axis=0)
+        logit += token_confidence(token, w1_ptr, hidden_size, weight_ptr, RANK, BLOCK_R)
     return logit
 
 

@@ -21,7 +21,7 @@ from dspark.kernels.markov_device import (
     rounded,
     row_scales,
 )
-from dspark.kernels.markov_features import request_confidence, request_features
+from dspark.kernels.markov_features import request_features, token_confidence
 
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -89,32 +89,45 @@ def _select_kernel(
 
 
 @triton.jit
-def _candidate_bias(
-    column, features, w2_ptr, w2_scale_ptr, scratch_ptr,
+def _candidate_rows(column, w2_ptr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """W2 rows of columns [n]: [n, BLOCK_R] as stored."""
+    r = tl.arange(0, BLOCK_R)
+    return read_weight(w2_ptr + column.to(tl.int64)[:, None] * RANK + r[None, :], (r < RANK)[None, :], FP8)
+
+
+@triton.jit
+def _bias_in_parts(
+    column_ptr, features, w2_ptr, scratch_ptr,
     FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """W2 rows of the candidates times the features, [K]; BLOCK_K rows at a time, put together through memory."""
-    r = tl.arange(0, BLOCK_R)
-    if BLOCK_K == K:
-        rows = tl.load(column + tl.arange(0, K)).to(tl.int64)
-        weight = read_weight(
-            w2_ptr + rows[:, None] * RANK + r[None, :], (r < RANK)[None, :] & (rows >= 0)[:, None], FP8
-        )
-        bias = tl.sum(weight.to(tl.float32) * features[None, :], axis=1)
-    else:
-        for start in range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            rows = tl.load(column + k).to(tl.int64)
-            weight = read_weight(
-                w2_ptr + rows[:, None] * RANK + r[None, :], (r < RANK)[None, :] & (rows >= 0)[:, None], FP8
-            )
-            tl.store(scratch_ptr + k, tl.sum(weight.to(tl.float32) * features[None, :], axis=1))
-        tl.debug_barrier()
-        bias = tl.load(scratch_ptr + tl.arange(0, K))
-        tl.debug_barrier()
-    if FP8:
-        bias = bias * tl.load(w2_scale_ptr + tl.load(column + tl.arange(0, K)))
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        weight = _candidate_rows(tl.load(column_ptr + k), w2_ptr, FP8, RANK, BLOCK_R)
+        tl.store(scratch_ptr + k, tl.sum(weight.to(tl.float32) * features[None, :], axis=1))
+    tl.debug_barrier()
+    bias = tl.load(scratch_ptr + tl.arange(0, K))
+    tl.debug_barrier()
     return bias
+
+
+@triton.jit
+def _hidden_confidences(
+    hidden_ptr, hidden_step, hidden_size, weight_ptr, bias_ptr, out_ptr,
+    STEPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The hidden states' share of a request's confidences, all steps at once: no token depends on it."""
+    step = tl.arange(0, BLOCK_S)
+    total = tl.zeros([BLOCK_S, BLOCK_H], tl.float32)
+    for start in range(0, hidden_size, BLOCK_H):
+        column = start + tl.arange(0, BLOCK_H)
+        inside = column < hidden_size
+        at = hidden_ptr + step[:, None] * hidden_step + column[None, :]
+        hidden = tl.load(at, mask=(step < STEPS)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += hidden * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    logit = tl.sum(total, axis=1) + tl.load(bias_ptr).to(tl.float32)
+    tl.store(out_ptr + step, logit, mask=step < STEPS)
+    tl.debug_barrier()  # other threads add the share of the tokens
 
 
 @triton.jit
@@ -146,7 +159,7 @@ def _kept(x, token, top_k, top_p, min_p, scratch_ptr, K: tl.constexpr, BLOCK_J: 
 
 
 @triton.jit
-def _candidates_chain_kernel(
+def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the compiler, and one walk
     columns_ptr, values_ptr, w1_ptr, w2_ptr, w2_scale_ptr, ids_ptr, joint_ptr, products_ptr, state_ptr, scratch_ptr,
     anchors_ptr, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, tokens_ptr, out_ids_ptr, out_logits_ptr, lse_ptr,
@@ -154,7 +167,7 @@ def _candidates_chain_kernel(
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, KIND: tl.constexpr, CONFIDENCE: tl.constexpr,
     FEATURES: tl.constexpr, OUT: tl.constexpr, FP8: tl.constexpr, REDUCED: tl.constexpr, TRUNCATED: tl.constexpr,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """All steps of one request."""
     request = tl.program_id(0).to(tl.int64)
@@ -170,34 +183,48 @@ def _candidates_chain_kernel(
         first = tl.load(positions_ptr + request)
         token = tl.load(anchors_ptr + request)
         scratch = scratch_ptr + request * (4 * K)
+        if CONFIDENCE != "none":
+            _hidden_confidences(
+                hidden_ptr + request * hidden_stride, hidden_step, hidden_size, confidence_weight_ptr,
+                confidence_bias_ptr, confidence_ptr + request * STEPS, STEPS, BLOCK_S, BLOCK_H,
+            )  # fmt: skip
+        # Candidates don't depend on tokens: those of the next step load while this one is computed, and where they
+        # fit, their rows of W2.
+        column = tl.load(columns_ptr + request * STEPS * K + k)
+        value = tl.load(values_ptr + request * STEPS * K + k)
+        rows = tl.zeros([1], tl.float32)
+        if KIND != "none":  # noqa: SIM102 - the interpreter's chained comparisons are not constexpr
+            if BLOCK_K == K:
+                rows = _candidate_rows(column, w2_ptr, FP8, RANK, BLOCK_R)
+        after = request * STEPS + (1 if STEPS > 1 else 0)
+        next_column, next_value = tl.load(columns_ptr + after * K + k), tl.load(values_ptr + after * K + k)
         for step in range(STEPS):
             at = request * STEPS + step
-            column = tl.load(columns_ptr + at * K + k)
-            logits = tl.load(values_ptr + at * K + k)
+            logits = value
+            next_rows = rows
+            if KIND != "none":  # noqa: SIM102
+                if BLOCK_K == K:
+                    next_rows = _candidate_rows(next_column, w2_ptr, FP8, RANK, BLOCK_R)
+            after = request * STEPS + tl.minimum(step + 2, STEPS - 1)
+            second_column = tl.load(columns_ptr + after * K + k)
+            second_value = tl.load(values_ptr + after * K + k)
             if KIND != "none":
                 features = request_features(
                     token, w1_ptr, joint_ptr, products_ptr + at * (3 * RANK), state_ptr + request * RANK,
                     joint_stride, joint_column, KIND, FEATURES, RANK, BLOCK_R,
                 )  # fmt: skip
-                logits += _candidate_bias(
-                    columns_ptr + at * K,
-                    features,
-                    w2_ptr,
-                    w2_scale_ptr,
-                    scratch + 3 * K,
-                    FP8,
-                    RANK,
-                    BLOCK_R,
-                    K,
-                    BLOCK_K,
-                )
-            if CONFIDENCE != "none":
-                hidden_row = hidden_ptr + request * hidden_stride + step * hidden_step
-                confidence = request_confidence(
-                    token, w1_ptr, hidden_row, hidden_size, confidence_weight_ptr, confidence_bias_ptr,
-                    CONFIDENCE, RANK, BLOCK_R, BLOCK_H,
-                )  # fmt: skip
-                tl.store(confidence_ptr + at, confidence)
+                if BLOCK_K == K:
+                    bias = tl.sum(rows.to(tl.float32) * features[None, :], axis=1)
+                else:
+                    bias = _bias_in_parts(
+                        columns_ptr + at * K, features, w2_ptr, scratch + 3 * K, FP8, RANK, BLOCK_R, K, BLOCK_K
+                    )
+                if FP8:
+                    bias = bias * tl.load(w2_scale_ptr + column)
+                logits += bias
+            if CONFIDENCE == "hidden+markov":
+                share = token_confidence(token, w1_ptr, hidden_size, confidence_weight_ptr, RANK, BLOCK_R)
+                tl.store(confidence_ptr + at, tl.load(confidence_ptr + at) + share)
             logits = rounded(logits * logit_scale, OUT)
             candidate = column
             if REDUCED:
@@ -221,3 +248,5 @@ def _candidates_chain_kernel(
                 key = x - tl.reshape(noise, [K])
             token = race_winner(tl.max(race_word(key, candidate), axis=0)).to(tl.int64)
             tl.store(tokens_ptr + at, token)
+            column, value, rows = next_column, next_value, next_rows
+            next_column, next_value = second_column, second_value
