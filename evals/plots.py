@@ -141,17 +141,23 @@ def _legend(figure: Any, panels: Iterable[Any]) -> None:
 
 
 def _grid_of_cells(runs: Sequence[Run], draw: Callable[[Any, str, float], None]) -> Any:
-    """Panels by draft position: a group per temperature, a panel per data set; one legend above."""
+    """Panels by draft position: a group per temperature, a panel per data set; one legend above.
+
+    A single data set has its temperatures side by side.
+    """
     cells = list(dict.fromkeys(cell for run in runs for cell in run.cells))
     datasets, temperatures = list(dict.fromkeys(d for d, _ in cells)), sorted({t for _, t in cells})
-    figure, groups = _panels(len(datasets), len(temperatures))
-    for group, temperature in zip(groups, temperatures, strict=True):
-        for axes, dataset in zip(group, datasets, strict=True):
+    groups = [[(dataset, t) for dataset in datasets] for t in temperatures]
+    if len(datasets) == 1:
+        groups = [[cell for group in groups for cell in group]]
+    figure, panels = _panels(len(groups[0]), len(groups))
+    for row, group in zip(panels, groups, strict=True):
+        for axes, (dataset, temperature) in zip(row, group, strict=True):
             axes.set_title(f"{dataset}, temperature {temperature:g}")
             draw(axes, dataset, temperature)
-    for axes in groups[-1]:
+    for axes in panels[-1]:
         axes.set_xlabel("draft position")
-    _legend(figure, (axes for group in groups for axes in group))
+    _legend(figure, (axes for row in panels for axes in row))
     return figure
 
 
