@@ -225,6 +225,7 @@ def measure_quality(scores: AnchorScores, num_requests: int, num_draft_tokens: i
     macro = np.where(sums.steps > 0, sums.committed * law.inverse_steps, np.nan)
     forced, forced_tokens = _teacher_forced(scores, num_requests, num_draft_tokens, bootstrap)
     known = _by_request(scores.request, scores.in_vocabulary[:, :1], num_requests)
+    outcomes = prefix_outcomes(scores, law)
     with_drafts = law.offered > 0
     moves = law.survival - np.pad(law.survival[:, 1:], ((0, 0), (0, 1)))
     return Quality(
@@ -239,7 +240,9 @@ def measure_quality(scores: AnchorScores, num_requests: int, num_draft_tokens: i
         accepted_histogram=tuple((law.visits[with_drafts, None] * moves[with_drafts]).sum(0).tolist()),
         teacher_forced_tokens_per_step=forced_tokens,
         in_vocabulary=bootstrap.ratio(known, committed)[0],
-        calibration=_calibration(scores, law, bootstrap),
+        calibration=expected_calibration(
+            outcomes.request, outcomes.survival, outcomes.accepted, outcomes.weight, bootstrap
+        ),
         num_rescored=scores.num_rescored,
     )
 
@@ -293,8 +296,27 @@ def _teacher_forced(
     return [TeacherForced(*row) for row in zip(*columns, strict=True)], bootstrap.estimate(float(value), resampled)
 
 
-def _calibration(scores: AnchorScores, law: LoopLaw, bootstrap: Bootstrap) -> ExpectedCalibration | None:
-    """Cumulative confidence against prefix acceptance over the drafts that count, each outcome with its chance."""
+@dataclass(frozen=True)
+class PrefixOutcomes:
+    """Drafts that count with what becomes of their prefixes, flat; n outcomes.
+
+    `request`, `position` [n]: where. `survival` [n]: product of the confidences of the block up to the draft, NaN
+    without a head. `accepted` [n] bool. `weight` [n] > 0: expected number of times.
+    """
+
+    request: np.ndarray
+    position: np.ndarray
+    survival: np.ndarray
+    accepted: np.ndarray
+    weight: np.ndarray
+
+
+def prefix_outcomes(scores: AnchorScores, law: LoopLaw) -> PrefixOutcomes:
+    """Every draft once as accepted, with the confidences along the path, and once in the block that was rejected.
+
+    The chance of a rejected prefix is estimated from the one rejection that was drawn (unbiased over the draws); that
+    of an accepted one is exact.
+    """
     num_draft_tokens = law.survival.shape[1] - 1
     slot = np.arange(num_draft_tokens)
     on_path = slot < law.judged[:, None]
@@ -307,13 +329,13 @@ def _calibration(scores: AnchorScores, law: LoopLaw, bootstrap: Bootstrap) -> Ex
     counts = (at <= slot) & (slot < law.offered[:, None]) & (on_path | (at < scores.left[:, None] - 1))
     rejected = (law.visits * rejected_somewhere)[:, None] * counts
     along = np.where(on_path, scores.confidence[:, :num_draft_tokens], 1.0).cumprod(axis=1)
-    request = np.broadcast_to(scores.request[:, None], accepted.shape)
     weight = np.concatenate([accepted, rejected]).ravel()
-    used = weight > 0
-    return expected_calibration(
-        np.concatenate([request, request]).ravel()[used],
-        np.concatenate([along, scores.rejected_survival[:, :num_draft_tokens]]).ravel()[used],
-        np.concatenate([np.ones_like(accepted), np.zeros_like(rejected)]).ravel()[used],
-        weight[used],
-        bootstrap,
+    columns = (
+        np.broadcast_to(scores.request[:, None], accepted.shape),
+        np.broadcast_to(slot, accepted.shape),
     )
+    request, position = (np.concatenate([column, column]).ravel() for column in columns)
+    survival = np.concatenate([along, scores.rejected_survival[:, :num_draft_tokens]]).ravel()
+    hit = np.concatenate([np.ones(accepted.shape, dtype=bool), np.zeros(rejected.shape, dtype=bool)]).ravel()
+    used = weight > 0
+    return PrefixOutcomes(request[used], position[used], survival[used], hit[used], weight[used])

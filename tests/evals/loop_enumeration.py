@@ -20,7 +20,8 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class LoopSums:
-    """Expected sums over the steps of one request; the lists are by draft position."""
+    """Expected sums over the steps of one request; the lists are by draft position. `outcomes` has the weight of every
+    (position, prefix accepted, cumulative confidence)."""
 
     num_draft_tokens: int
     steps: float = 0.0
@@ -29,7 +30,7 @@ class LoopSums:
     reached: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
     overlap: list[float] = field(default_factory=list)
-    confidence_hits: dict[tuple[float, bool], float] = field(default_factory=dict)
+    outcomes: dict[tuple[int, bool, float], float] = field(default_factory=dict)
 
     def __post_init__(self):
         for name in ("offered", "reached", "accepted", "overlap"):
@@ -47,8 +48,12 @@ class LoopSums:
             self.overlap[i] += weight * (i <= accepted) * step.accept_probs[i]
             if step.confidence:
                 survival *= step.confidence[i]
-                key = (round(survival, 12), i < accepted)
-                self.confidence_hits[key] = self.confidence_hits.get(key, 0.0) + weight
+                key = i, i < accepted, round(survival, 12)
+                self.outcomes[key] = self.outcomes.get(key, 0.0) + weight
+
+    def confidence_moment(self, position: int, accepted: bool, power: int) -> float:
+        """Weighted sum of a power of the cumulative confidence."""
+        return sum(w * s**power for (i, hit, s), w in self.outcomes.items() if (i, hit) == (position, accepted))
 
 
 class Enumeration:

@@ -26,7 +26,8 @@ def score_all_texts(target, drafter, enumeration, folder, rule_options, num_draf
     params = enumeration.params
     paths, weights = [], []
     for index, (tokens, weight) in enumerate(enumeration.paths().items()):
-        paths.append(TargetPath(index, None, PROMPT, tokens, None, params.max_new_tokens))
+        prompt = tuple(enumeration.prompt)
+        paths.append(TargetPath(index, None, prompt, tokens, None, params.max_new_tokens))
         weights.append(weight)
     store = StateStore(folder, {"test": 1})
     compute_states(target, store, paths, drafter.config.tap_ids, progress=False)

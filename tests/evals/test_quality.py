@@ -2,6 +2,7 @@
 figures are known by construction."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from dspark.evals import block_scores as scores_module
 from dspark.evals.acceptance import judged_counts, judged_positions
 from dspark.evals.block_scores import ScoringRule, without_markov
 from dspark.evals.quality import QualityOptions, score_drafters, write_results
-from dspark.evals.quality_figures import loop_law, measure_quality, request_sums
+from dspark.evals.quality_figures import loop_law, measure_quality, prefix_outcomes, request_sums
 from dspark.evals.quality_report import format_quality
 from dspark.evals.stats import Bootstrap
 from dspark.evals.target_states import TargetPath
@@ -103,32 +104,67 @@ def test_figures_are_those_that_an_evaluation_comes_to(tmp_path):
         assert abs(first.value - second.value) < Z_LIMIT * error, (first, second)
 
 
-def test_rejected_drafts_have_the_confidences_that_generation_sees(tmp_path, monkeypatch):
-    """Moments of the confidences of rejected prefixes against the enumerated loop; the rejected block of every anchor
-    is drawn 40 times."""
-    target = tiny_target(VOCAB, spread=0.7)
-    drafter = tiny_drafter(drafter_config(VOCAB), target)
-    enumeration = Enumeration(target, drafter, PROMPT, SamplingParams(max_new_tokens=4), 2)
-    hits = enumeration.sums().confidence_hits
-    rejected: dict[int, list[float]] = {0: [], 1: [], 2: []}
+@pytest.mark.parametrize(("num_draft_tokens", "stop"), [(3, 0), (3, 1), (3, 2), (2, 1)])
+def test_confidences_are_met_as_generation_meets_them(tmp_path, monkeypatch, num_draft_tokens, stop):
+    """Moments of cumulative confidence by position and outcome against the enumerated loop: exact where the prefix is
+    accepted; where it is rejected the block of every anchor is drawn 60 times. Three drafts are scored, and texts end
+    at a stop too, so that blocks reach beyond it."""
+    target = tiny_target(3, spread=0.4)
+    target.model.generation_config.eos_token_id = stop
+    drafter = tiny_drafter(drafter_config(3), target)
+    drafter.confidence_head.proj.weight.mul_(3)  # so that it matters which drafts they go with
+    drafter.lm_head.weight.mul_(0.4)  # and none is so rare that the draws might miss it
+    drafter.markov_head.markov_w2.weight.mul_(0.4)
+    enumeration = Enumeration(target, drafter, (1, 0, 0), SamplingParams(max_new_tokens=5), num_draft_tokens)
+    expected = enumeration.sums()
+    drawn = {(i, power): [] for i in range(num_draft_tokens) for power in (0, 1, 2)}
     draw = text_groups._uniform
-    for copy in range(40):
-        monkeypatch.setattr(text_groups, "_uniform", lambda path, k, at=copy: draw(replace(path, index=at), k))
-        scores, weights = score_all_texts(target, drafter, enumeration, tmp_path, {})
-        law = loop_law(scores, len(weights), 2)
-        slot = np.arange(2)
-        judged = slot < law.judged[:, None]
-        along = np.where(judged, scores.confidence, 1.0).cumprod(1)
-        some = 1 - np.where(judged, scores.accept, 1.0).prod(1)
-        chance = weights[scores.request] * law.visits
-        for power, drawn in rejected.items():
-            want = sum(weight * s**power for (s, hit), weight in hits.items() if hit)
-            assert (chance[:, None] * law.survival[:, 1:] * along**power).sum() == pytest.approx(want, abs=1e-10)
-            lost = some[:, None] * (scores.rejected_at[:, None] <= slot) * judged
-            drawn.append(float((chance[:, None] * lost * scores.rejected_survival**power).sum()))
-    for power, drawn in rejected.items():
-        want = sum(weight * s**power for (s, hit), weight in hits.items() if not hit)
-        assert abs(np.mean(drawn) - want) < Z_LIMIT * np.std(drawn, ddof=1) / 40**0.5 + 1e-12
+    for copy in range(60):
+        monkeypatch.setattr(
+            text_groups, "_uniform", lambda path, k, at=copy: draw(replace(path, index=path.index + 1000 * at), k)
+        )
+        scores, weights = score_all_texts(target, drafter, enumeration, tmp_path, {}, num_draft_tokens=3)
+        law = loop_law(scores, len(weights), num_draft_tokens)
+        assert weights @ request_sums(scores, law, len(weights)).offered == pytest.approx(expected.offered, abs=1e-10)
+        outcomes = prefix_outcomes(scores, law)
+        chance = weights[outcomes.request] * outcomes.weight
+        for (i, power), values in drawn.items():
+            found = chance * outcomes.survival**power * (outcomes.position == i)
+            assert found[outcomes.accepted].sum() == pytest.approx(expected.confidence_moment(i, True, power), abs=1e-9)
+            values.append(found[~outcomes.accepted].sum())
+    for (i, power), values in drawn.items():
+        error = np.std(values, ddof=1) / 60**0.5
+        want = expected.confidence_moment(i, False, power)
+        assert abs(np.mean(values) - want) < Z_LIMIT * error + 1e-9, (i, power, np.mean(values), want, error)
+
+
+@pytest.mark.parametrize("ids", [None, [0, 2, 3]], ids=["full", "reduced"])
+def test_the_rejected_draft_has_the_law_of_rejected_drafts(ids):
+    """A grid of uniform numbers instead of draws: shares are right to two cells of it for each token."""
+    cells = 5000
+    p, q = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64), torch.tensor([0.4, 0.1, 0.3, 0.2])
+    q = (q if ids is None else q[ids] / q[ids].sum()).double()
+    anchors = torch.stack([torch.zeros(cells, dtype=torch.int64), torch.zeros(cells, dtype=torch.int64)], dim=1)
+    texts = SimpleNamespace(
+        tokens=torch.tensor([[1, 1, 1]]),
+        paths=[TargetPath(0, None, (1,), (1, 1, 1), None, 3)],
+        probs=p.expand(1, 2, 4),
+        uniform=((torch.arange(cells, dtype=torch.float64) + 0.5) / cells)[None, :, None].expand(1, cells, 4),
+        ids=None if ids is None else torch.tensor(ids),
+        vocab_size=4,
+    )
+    judge = scores_module._Judge(texts, anchors, ScoringRule(SamplingParams(), 3))
+    judge.offsets = torch.arange(cells)  # each its own number; the path is the same everywhere
+    texts.tokens, texts.probs = torch.ones(1, cells + 3, dtype=torch.int64), p.expand(1, cells + 3, 4)
+    judge.rejected_at = torch.zeros(cells, dtype=torch.int64)
+    rejected = judge.pick_rejected(0, q.log().expand(cells, -1))
+    dense = q if ids is None else torch.zeros(4, dtype=torch.float64).index_copy_(0, torch.tensor(ids), q)
+    law = (dense - p).clamp_min(0)
+    shares = torch.bincount(rejected, minlength=4) / cells
+    torch.testing.assert_close(shares.double(), law / law.sum(), rtol=0, atol=2 / cells)
+    free = judge.pick_rejected(1, q.log().expand(cells, -1))
+    shares = torch.bincount(free, minlength=4) / cells
+    torch.testing.assert_close(shares.double(), dense, rtol=0, atol=2 / cells)
 
 
 def test_scores_do_not_depend_on_the_grouping_and_are_repeatable(tmp_path, monkeypatch):
@@ -146,6 +182,27 @@ def test_scores_do_not_depend_on_the_grouping_and_are_repeatable(tmp_path, monke
     for name, value in vars(first).items():
         assert np.array_equal(value, getattr(again, name)), name
         np.testing.assert_allclose(getattr(other, name), value, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 10}], ids=["full", "reduced"])
+@pytest.mark.parametrize(
+    ("sampling", "drafting"),
+    [({"temperature": 0.0}, "probabilistic"), ({"top_p": 0.8}, "probabilistic"), ({}, "greedy")],
+)
+def test_a_gpu_gives_the_scores_of_the_cpu(tmp_path, changes, sampling, drafting):
+    params = SamplingParams(max_new_tokens=20, seed=1, **sampling)
+    found = []
+    for device in ("cpu", "cuda"):
+        target = tiny_target(16)
+        drafter = tiny_drafter(drafter_config(16, **changes), target).to(device)
+        target.model.to(device)
+        drafter.share(target.input_embedding, target.output_head, target.vocab_size)
+        paths = paths_of(generate(target, None, [[i] * (1 + i % 4) for i in range(9)], params), 20)
+        found.append(score(target, drafter, paths, tmp_path / device, ScoringRule(params, 4, drafting)))
+    for name, value in vars(found[0]).items():
+        np.testing.assert_allclose(getattr(found[1], name), value, atol=1e-9, err_msg=name)
 
 
 def test_every_k_follows_from_the_largest(tmp_path):
