@@ -171,13 +171,13 @@ class ChainOutput:
         confidence: [B, K] float32 logits, or None.
         cache: [rows, K, D] logits before temperature; row `cache_rows[b]` is written. If its last dimension is the
             target's vocabulary although the head has `target_ids`, column j goes to `target_ids[j]` and the rest is
-            left as it is: fill it with -inf once.
+            left as it is: fill it with -inf once. None keeps no logits; they are rounded as `base` is.
     """
 
     tokens: torch.Tensor
     lse: torch.Tensor
     confidence: torch.Tensor | None
-    cache: torch.Tensor
+    cache: torch.Tensor | None
 
     @classmethod
     def allocate(cls, weights: MarkovWeights, base: torch.Tensor, cache: torch.Tensor | None = None) -> "ChainOutput":
@@ -220,7 +220,7 @@ def chain_ref(
     streams, previous = Streams(requests.seeds), requests.anchors
     live = torch.ones_like(previous, dtype=torch.bool) if requests.cache_rows is None else requests.cache_rows >= 0
     rows = torch.arange(len(previous), device=base.device) if requests.cache_rows is None else requests.cache_rows
-    columns = cache_columns(weights, out.cache)
+    columns = None if out.cache is None else cache_columns(weights, out.cache)
     state = initial_state(weights, requests)
     gaps = []
     for i in range(base.shape[1]):
@@ -228,10 +228,11 @@ def chain_ref(
         embedded = None if weights.w1 is None else weights.w1[previous].float()
         features, state = features_ref(weights, embedded, row_hidden, state)
         logits = (base[:, i].float() + bias_ref(weights, features)) * weights.logit_scale
-        stored = logits.to(out.cache.dtype)
+        stored = logits.to(base.dtype if out.cache is None else out.cache.dtype)
         previous, gap = race_ref(stored, requests, streams, i, weights.target_ids)
         gaps.append(gap)
-        out.cache[rows[live], i] = out.cache[rows[live], i].index_copy(1, columns, stored[live])
+        if out.cache is not None and columns is not None:
+            out.cache[rows[live], i] = out.cache[rows[live], i].index_copy(1, columns, stored[live])
         out.tokens[live, i] = previous[live]
         out.lse[live, i] = lse_ref(stored, requests.temperature)[live]
         if out.confidence is not None:

@@ -185,7 +185,7 @@ def _check(
     out: ChainOutput,
     workspace: DenseWorkspace,
 ) -> None:
-    columns = base.shape[-1]
+    columns, stored = base.shape[-1], base if out.cache is None else out.cache
     if tuple(base.shape) != workspace.shape:
         raise ValueError(f"the workspace was made for base {workspace.shape}, got {tuple(base.shape)}: make one each")
     if weights.w2 is not None and len(weights.w2) != columns:
@@ -194,9 +194,9 @@ def _check(
         raise ValueError(f"base has {columns} columns, target_ids names {len(weights.target_ids)}")
     if weights.reads_hidden and hidden is None:
         raise ValueError(f"this {weights.kind} head reads the hidden states [B, K, H], got None")
-    if max(columns, out.cache.shape[-1], 0 if weights.w1 is None else len(weights.w1)) > MAX_ID:
+    if max(columns, stored.shape[-1], 0 if weights.w1 is None else len(weights.w1)) > MAX_ID:
         raise ValueError(f"token ids must stay below {MAX_ID}: a race word has 24 bits for them")
-    strided = [name for name, t in (("base", base), ("cache", out.cache), ("hidden", hidden))
+    strided = [name for name, t in (("base", base), ("cache", stored), ("hidden", hidden))
                if t is not None and t.stride(-1) != 1]  # fmt: skip
     if strided:
         raise ValueError(f"the last dimension of {', '.join(strided)} must be contiguous")
@@ -246,14 +246,16 @@ def packs(base: torch.Tensor, cache: torch.Tensor, scattered: bool) -> bool:
 
 def _race_arguments(weights: MarkovWeights, base: torch.Tensor, out: ChainOutput, plan: DensePlan) -> dict[str, object]:
     """Compile-time arguments of a race."""
-    scattered = weights.target_ids is not None and out.cache.shape[-1] != base.shape[-1]
+    stored = base if out.cache is None else out.cache
+    scattered = weights.target_ids is not None and stored.shape[-1] != base.shape[-1]
     return {
         "REDUCED": weights.target_ids is not None,
         "WHOLE": base.shape[-1] % (4 * plan.block_g) == 0,
         "SCALED": weights.logit_scale != 1.0,
         "SCATTERED": scattered,
-        "PACKED": packs(base, out.cache, scattered),
-        "CACHE": dtype_name(out.cache.dtype),
+        "PACKED": packs(base, stored, scattered),
+        "CACHE": dtype_name(stored.dtype),
+        "STORED": out.cache is not None,
         "HAS_HEAD": weights.w2 is not None,
         "FP8": weights.w2_scale is not None,
         "RANK": weights.rank,
@@ -270,7 +272,7 @@ def _race_tensors(
 ) -> tuple[torch.Tensor, ...]:
     """Tensors every race reads; `base` stands in for those a variant doesn't have."""
     return (
-        base, out.cache,
+        base, base if out.cache is None else out.cache,
         base if weights.w2 is None else bytes_of(weights.w2),
         base if weights.w2_scale is None else weights.w2_scale,
         base if weights.target_ids is None else weights.target_ids,
@@ -292,7 +294,7 @@ def _launch_step(
         *_race_tensors(weights, base, requests, out),
         workspace.features, workspace.words, workspace.masses,
         len(base), step, base.shape[-1], plan.num_tiles, plan.num_parts,
-        *base.stride()[:2], *out.cache.stride()[:2], weights.logit_scale,
+        *base.stride()[:2], *(base if out.cache is None else out.cache).stride()[:2], weights.logit_scale,
         HAS_ROWS=requests.cache_rows is not None,
         **_race_arguments(weights, base, out, plan),
     )  # fmt: skip
@@ -346,7 +348,7 @@ def _launch_persistent(
         workspace.words, workspace.masses, workspace.epochs, workspace.scratch,
     )  # fmt: skip
     sizes = (
-        *base.stride()[:2], *out.cache.stride()[:2], weights.logit_scale,
+        *base.stride()[:2], *(base if out.cache is None else out.cache).stride()[:2], weights.logit_scale,
         *((0, 0, 0) if hidden is None else (*hidden.stride()[:2], hidden.shape[-1])),
     )  # fmt: skip
     common = {

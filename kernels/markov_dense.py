@@ -62,7 +62,7 @@ def request_rows(row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_ro
 def race_tile(  # noqa: PLR0915 - four columns at a time
     carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns, logit_scale,
     any_noise, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr,
-    PACKED: tl.constexpr, CACHE: tl.constexpr,
+    PACKED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr,
     HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one step: stores its logits, and returns the carry (best, best_id, top, mass), each [R, BLOCK_G]."""
@@ -93,13 +93,13 @@ def race_tile(  # noqa: PLR0915 - four columns at a time
         i3 = tl.load(ids_ptr + group * 4 + 3, mask=last > 3, other=0)
     else:
         i0, i1, i2, i3 = group * 4, group * 4 + 1, group * 4 + 2, group * 4 + 3
-    if SCATTERED:
+    if STORED and SCATTERED:
         at = cache_ptr + cache_row[:, None]
         tl.store(at + i0[None, :], a, mask=live[:, None] & (last > 0)[None, :])
         tl.store(at + i1[None, :], b, mask=live[:, None] & (last > 1)[None, :])
         tl.store(at + i2[None, :], c, mask=live[:, None] & (last > 2)[None, :])
         tl.store(at + i3[None, :], d, mask=live[:, None] & (last > 3)[None, :])
-    else:
+    elif STORED:
         write_columns(cache_ptr, cache_row, group, live, num_columns, low, high, a, b, c, d, WHOLE, PACKED)
     x0, x1, x2, x3 = a * scale[:, None], b * scale[:, None], c * scale[:, None], d * scale[:, None]
     if not WHOLE:
@@ -139,7 +139,7 @@ def empty_carry(BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr):
 @triton.jit
 def race_columns(
     base, bias, column, own, rows, cache_ptr, ids_ptr, logit_scale, any_noise, REDUCED: tl.constexpr,
-    SCALED: tl.constexpr, SCATTERED: tl.constexpr, CACHE: tl.constexpr,
+    SCALED: tl.constexpr, SCATTERED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """One step over few columns [N]: base and bias are [R, N] float32. Stores the logits, and returns x [R, N], -inf
     outside `own` [N], and race words [R].
@@ -152,8 +152,9 @@ def race_columns(
     token = column
     if REDUCED:
         token = tl.load(ids_ptr + column, mask=own, other=0).to(tl.int32)
-    at = token if SCATTERED else column
-    tl.store(cache_ptr + cache_row[:, None] + at[None, :], logits, mask=live[:, None] & own[None, :])
+    if STORED:
+        at = token if SCATTERED else column
+        tl.store(cache_ptr + cache_row[:, None] + at[None, :], logits, mask=live[:, None] & own[None, :])
     x = tl.where(own[None, :], logits * scale[:, None], float("-inf"))
     key = x
     if any_noise:
@@ -183,7 +184,7 @@ def _step_kernel(
     temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, features_ptr, words_ptr, masses_ptr,
     batch, step, num_columns, num_tiles, num_parts, base_stride, base_step, cache_stride, cache_step, logit_scale,
     HAS_ROWS: tl.constexpr, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr,
-    SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr,
     HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +208,7 @@ def _step_kernel(
         carry = race_tile(
             carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns,
             logit_scale, any_noise,
-            REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
+            REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
         )  # fmt: skip
     tl.store(words_ptr + part * batch + row, carried_word(carry), mask=row < batch)
     tl.store(masses_ptr + part * batch + row, carried_mass(carry, noisy), mask=row < batch)

@@ -37,8 +37,8 @@ def _held_chain_kernel(
     hidden_stride, hidden_step, hidden_size,
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, CONFIDENCE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr, HELD: tl.constexpr, REDUCED: tl.constexpr, SCALED: tl.constexpr,
-    SCATTERED: tl.constexpr, CACHE: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    SCATTERED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """All steps of at most BLOCK_B requests. Programs [num_parts]; words [2, num_parts, BLOCK_B], masses [STEPS,
     num_parts, BLOCK_B].
@@ -77,7 +77,7 @@ def _held_chain_kernel(
         rows = (row, out_row, live, scale, noisy, (position + step).to(tl.uint32), key_low, key_high)
         x, word = race_columns(
             base.to(tl.float32), bias, column, own, rows, cache_ptr, ids_ptr, logit_scale, any_noise,
-            REDUCED, SCALED, SCATTERED, CACHE,
+            REDUCED, SCALED, SCATTERED, CACHE, STORED,
         )  # fmt: skip
         following = tl.minimum(step + 1, STEPS - 1)
         base = tl.load(base_at + following * base_step, mask=live[:, None] & own[None, :], other=0.0)

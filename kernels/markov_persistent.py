@@ -152,7 +152,7 @@ def _chain_kernel(
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, CONFIDENCE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr, POLLED_ROWS: tl.constexpr, STAGES: tl.constexpr, REDUCED: tl.constexpr,
     WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
-    HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    STORED: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """All steps, W2 streamed through at each. Programs [num_blocks * num_parts]; words [2, num_blocks, num_parts,
@@ -190,7 +190,7 @@ def _chain_kernel(
             carry = race_tile(
                 carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
                 num_columns, logit_scale, any_noise,
-                REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
+                REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
             )  # fmt: skip
         token = exchanged(
             carried_word(carry), carried_mass(carry, noisy), token, part, first_row, step, epoch, live, w1_ptr,

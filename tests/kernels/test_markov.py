@@ -133,6 +133,18 @@ def test_a_request_does_not_depend_on_its_batch(device):
         assert torch.equal(stored_logits(some, alone), stored_logits(inputs, together)[index])
 
 
+def test_without_a_cache_the_same_tokens_are_drawn(device):
+    case = Case(batch=3, temperature=(1.0, 0.0), dtype=BF16, cache=BF16)
+    inputs = make(case, device)
+    with_cache = run(inputs, poisoned_output(case, inputs))
+    for each in (run(inputs, replace(poisoned_output(case, inputs), cache=None)), poisoned_output(case, inputs)):
+        out = replace(each, cache=None)
+        if (out.tokens < 0).all():
+            chain_ref(inputs.weights, inputs.base, inputs.hidden, inputs.requests, out)
+        assert torch.equal(out.tokens, with_cache.tokens)
+        assert torch.allclose(out.lse, with_cache.lse, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("programs", [1, 2, 5, 64])
 def test_the_number_of_programs_changes_nothing(programs, device):
     case = Case(columns=1030, temperature=(1.0, 0.0))
