@@ -2,8 +2,9 @@
 
 The two runs use different texts of the same prompts and their own random numbers, so their difference is measured in
 standard errors, read off both 95% intervals (half of the width over 1.96). At temperature 0 the texts are the same but
-for near-ties, and the intervals, which are over requests, are far wider than the difference. Status 1 if a figure
-differs by more than `--limit` standard errors.
+for near-ties, and the intervals, which are over requests, are far wider than the difference. Figures of a draft
+position that eval reached in fewer than `--min-steps` steps are left out: the interval of 5 acceptances in 5 steps has
+no width. Status 1 if a figure differs by more than `--limit` standard errors.
 
     dspark quality --dataset gsm8k.jsonl --limit 80 --temperature 0 0.6 1 --out quality/
     dspark eval --dataset gsm8k.jsonl --limit 80 --temperature 0 --temperature 0.6 --temperature 1 --out eval/
@@ -31,9 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("quality", type=Path, help="folder that dspark quality --out wrote")
     parser.add_argument("eval", type=Path, help="folder that dspark eval --out wrote, with the same K")
     parser.add_argument("--limit", type=float, default=4.0, help="standard errors that a figure may differ by")
+    parser.add_argument("--min-steps", type=int, default=50, help="steps that have to reach a draft position")
     parser.add_argument("--json", action="store_true", help="one line of JSON, nothing else")
     options = parser.parse_args(arguments)
-    lines = list(compare(_rows(options.quality), _rows(options.eval)))
+    lines = list(compare(_rows(options.quality), _rows(options.eval), options.min_steps))
     if not lines:
         sys.exit("no row of the two has the same data set, temperature and number of draft positions")
     if options.json:
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(abs(worst["standard_errors"]) > options.limit)
 
 
-def compare(expected: list[dict[str, Any]], counted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def compare(expected: list[dict[str, Any]], counted: list[dict[str, Any]], min_steps: int) -> Iterator[dict[str, Any]]:
     """One line per figure of every row that both have."""
     realised = {(row["dataset"], row["temperature"], len(row["acceptance"]["positions"])): row for row in counted}
     for row in expected:
@@ -65,6 +67,8 @@ def compare(expected: list[dict[str, Any]], counted: list[dict[str, Any]]) -> It
         acceptance = realised[key]["acceptance"]
         pairs = [(name, figures[name], acceptance[name]) for name in WHOLE]
         for first, second in zip(figures["positions"], acceptance["positions"], strict=True):
+            if second["num_reached"] < min_steps:
+                break
             number = first["position"] + 1
             pairs += [(f"{name}[{number}]", first[name], second[other]) for name, other in PAIRS]
         if figures["calibration"] and acceptance["calibration"]:

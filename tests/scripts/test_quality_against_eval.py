@@ -16,7 +16,7 @@ def folders(tmp_path):
 
     def write(**counted):
         quality = {name: estimate(0.5) for name in quality_against_eval.WHOLE}
-        position = {"unconditional": estimate(0.5), "conditional": estimate(0.5), "position": 0}
+        position = {"unconditional": estimate(0.5), "conditional": estimate(0.5), "position": 0, "num_reached": 60}
         scored = quality | {"positions": [position | {"one_minus_tv": estimate(0.5)}], "calibration": None}
         seen = quality | {"positions": [position | {"expected": estimate(0.5)}], "calibration": None} | counted
         shared = {"dataset": "set", "temperature": 1.0}
@@ -42,6 +42,11 @@ def test_a_difference_is_in_standard_errors_of_both(folders, capsys):
     (line,) = [each for each in json.loads(capsys.readouterr().out) if each["figure"] == "tokens_per_step"]
     assert line["standard_errors"] == pytest.approx(4.02, abs=0.01)
     assert quality_against_eval.main([*paths, "--limit", "4.1"]) == 0
+
+
+def test_positions_that_few_steps_reached_are_left_out(folders, capsys):
+    assert quality_against_eval.main([*folders(), "--min-steps", "61"]) == 0
+    assert capsys.readouterr().out.count("set T=1 K=1") == 3
 
 
 def test_no_common_row_is_an_error(folders):
