@@ -60,7 +60,7 @@ def request_rows(row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_ro
 
 @triton.jit
 def race_tile(  # noqa: PLR0915 - four columns at a time
-    carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns, logit_scale,
+    carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns, logit_scale,
     any_noise, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr,
     PACKED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr,
     HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
@@ -120,10 +120,10 @@ def race_tile(  # noqa: PLR0915 - four columns at a time
             n0, n1, n2, n3 = noise_of_group(words, position[:, None], key_low[:, None], key_high[:, None], nothing)
         x0, x1 = x0 - n0 * noisy[:, None], x1 - n1 * noisy[:, None]
         x2, x3 = x2 - n2 * noisy[:, None], x3 - n3 * noisy[:, None]
-    best, best_id = race_step(best, best_id, x0, i0[None, :], not REDUCED)
-    best, best_id = race_step(best, best_id, x1, i1[None, :], not REDUCED)
-    best, best_id = race_step(best, best_id, x2, i2[None, :], not REDUCED)
-    best, best_id = race_step(best, best_id, x3, i3[None, :], not REDUCED)
+    x0, i0 = race_step(x0, i0[None, :], x1, i1[None, :], False, not REDUCED)
+    x2, i2 = race_step(x2, i2[None, :], x3, i3[None, :], False, not REDUCED)
+    x0, i0 = race_step(x0, i0, x2, i2, False, not REDUCED)
+    best, best_id = race_step(best, best_id, x0, i0, backward, not REDUCED)
     return best, best_id, top, mass
 
 
@@ -201,12 +201,15 @@ def _step_kernel(
     if HAS_HEAD:  # the rows of the workspace take the place of W1's
         features = feature_rows(row, live, features_ptr, RANK, BLOCK_R, BLOCK_B)
     carry = empty_carry(BLOCK_B, BLOCK_G)
-    for tile in range(part, num_tiles, num_parts):
+    backward = step % 2 == 1
+    rounds = tl.cdiv(num_tiles - part, num_parts)
+    for i in range(rounds):
+        tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
         weight = 0
         if HAS_HEAD:
             weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
         carry = race_tile(
-            carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns,
+            carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns,
             logit_scale, any_noise,
             REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
         )  # fmt: skip

@@ -251,7 +251,7 @@ def read_columns(base_ptr, row, group, live, num_columns, WHOLE: tl.constexpr, P
         if not WHOLE:
             mask = mask & (last > 0)[None, :]
         at = base_ptr.to(tl.pointer_type(tl.int64)) + ((row // 4).to(tl.int32)[:, None] + group[None, :])
-        words = tl.load(at, mask=mask, other=0)
+        words = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
         low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
         return low_half(low), high_half(low), low_half(high), high_half(high)
     else:
@@ -297,11 +297,14 @@ def row_scales(temperature):
 
 
 @triton.jit
-def race_step(best, best_id, key, token, ORDERED: tl.constexpr):
-    """Best key and its id after one more block of candidates. ORDERED: the new ids are above the old ones."""
-    better = key > best
-    if not ORDERED:
-        better = better | ((key == best) & (token < best_id))
+def race_step(best, best_id, key, token, backward, ORDERED: tl.constexpr):
+    """Best key and its id after one more block of candidates, the lower id of equal keys. ORDERED: the new ids are all
+    above the old ones, or all below if `backward`.
+    """
+    if ORDERED:  # noqa: SIM108 - a branch of the compiler
+        better = (key > best) | (backward & (key == best))
+    else:
+        better = (key > best) | ((key == best) & (token < best_id))
     return tl.where(better, key, best), tl.where(better, token, best_id)
 
 

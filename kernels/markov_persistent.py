@@ -6,6 +6,9 @@ programs, so that no fence is needed: a word is one 8-byte store. The words are 
 overwrite its word of step i at step i + 2 before everyone has read it, because it needs everyone's word of step i + 1
 first, which they publish after reading those of step i.
 
+Every other step goes through the tiles backwards, so that it begins with those that the step before has left in the L2
+cache: in one direction, a W2 larger than the cache would be gone each time it is needed.
+
 Steps are numbered on through the launches by a counter per program, which all programs of a workspace move alike.
 """
 
@@ -182,13 +185,14 @@ def _chain_kernel(
         out_row = cache_row * cache_stride + step * cache_step
         rows = (base_row, out_row, live, scale, noisy, (position + step).to(tl.uint32), key_low, key_high)
         carry = empty_carry(BLOCK_B, BLOCK_G)
+        backward = step % 2 == 1
         for i in tl.range(rounds, num_stages=STAGES):
-            tile = part + i * num_parts
+            tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
             weight = 0
             if HAS_HEAD:
                 weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
             carry = race_tile(
-                carry, weight, features, tile, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
+                carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
                 num_columns, logit_scale, any_noise,
                 REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
             )  # fmt: skip
