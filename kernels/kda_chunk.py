@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from dspark.kernels import tl, triton
-from dspark.kernels.kda import KDALayer, Rows, Tokens
+from dspark.kernels.kda import KDALayer, Rows, Tokens, Window
 from dspark.kernels.kda_device import (
+    convolved,
     exp_of,
     first_of_row,
     folded,
@@ -88,9 +89,11 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr, first_token_ptr,
     lower_bound, num_tokens,
     query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
+    taps_ptr, ring_ptr, cursor_ptr, ring_rows, ring_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, DEFERRED: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     if OVERLAP == 1:
@@ -139,16 +142,44 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
 
     # What does not depend on the value channel. Rows past the count are zero: they decay, read and add nothing.
     inside = (t < count)[:, None] & own[None, :]
+    taken = (t < count)[:, None] & known[None, :]
     lane = columns[None, :]
-    raw_key = tl.load(
-        key_ptr + token * key_stride + head * KEY_DIM + t[:, None] * key_stride + lane, mask=inside, other=0.0
-    )
     raw_gate = tl.load(
         gate_ptr + token * gate_stride + head * KEY_DIM + t[:, None] * gate_stride + lane, mask=inside, other=0.0
     )
-    raw_query = tl.load(
-        query_ptr + token * query_stride + head * KEY_DIM + t[:, None] * query_stride + lane, mask=inside, other=0.0
-    )
+    own_keys = key_ptr + token * key_stride + head * KEY_DIM
+    own_queries = query_ptr + token * query_stride + head * KEY_DIM
+    own_values = value_ptr + token * value_stride + (head * VALUE_DIM + first_value)
+    if WIDTH:  # the tokens are the convolution's inputs
+        CHANNELS: tl.constexpr = HEADS * (2 * KEY_DIM + VALUE_DIM)
+        cursor = tl.load(cursor_ptr + row).to(tl.int32)
+        ring = ring_ptr + slot * ring_stride
+        at = HEADS * KEY_DIM + head * KEY_DIM
+        raw_key = convolved(
+            own_keys, key_stride, ring + at, cursor, ring_rows, CHANNELS, taps_ptr + at, t, count, columns, own,
+            WIDTH, BLOCK_V >= VALUE_DIM,
+        )  # fmt: skip
+        at = head * KEY_DIM
+        raw_query = convolved(
+            own_queries, query_stride, ring + at, cursor, ring_rows, CHANNELS, taps_ptr + at, t, count, columns, own,
+            WIDTH, BLOCK_V >= VALUE_DIM,
+        )  # fmt: skip
+        at = HEADS * 2 * KEY_DIM + head * VALUE_DIM + first_value
+        value = convolved(
+            own_values, value_stride, ring + at, cursor, ring_rows, CHANNELS, taps_ptr + at, t, count, values, known,
+            WIDTH, True,
+        )  # fmt: skip
+        if BLOCK_V < VALUE_DIM:  # noqa: SIM102 (known when compiling, unlike the next)
+            if first_value == 0:
+                place_in_ring = ((cursor + t) % ring_rows)[:, None] * CHANNELS + head * KEY_DIM + lane
+                new = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
+                tl.store(ring + place_in_ring, new.to(ring_ptr.dtype.element_ty), mask=inside)
+                new = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
+                tl.store(ring + HEADS * KEY_DIM + place_in_ring, new.to(ring_ptr.dtype.element_ty), mask=inside)
+    else:
+        raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
+        raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
+        value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
     beta = tl.load(beta_ptr + token * beta_stride + head + t * beta_stride, mask=t < count, other=0.0).to(tl.float32)
     beta = tl.where(t < count, sigmoid_of(beta), 0.0)
     if first_value == 0:
@@ -220,16 +251,6 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     of_keys, of_queries = unstacked(reads)
     key_reads += tl.trans(of_keys)
     query_reads += tl.trans(of_queries)
-    taken = (t < count)[:, None] & known[None, :]
-    value = tl.load(
-        value_ptr
-        + token * value_stride
-        + (head * VALUE_DIM + first_value)
-        + t[:, None] * value_stride
-        + values[None, :],
-        mask=taken,
-        other=0.0,
-    )
     surplus_high, surplus_low = halves(value.to(tl.float32) - key_reads)
     correction = halves_dot(solve_high, solve_low, surplus_high, surplus_low, tl.zeros_like(key_reads))
     output = halves_dot(read_high, read_low, surplus_high, surplus_low, query_reads)
@@ -239,7 +260,13 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
 
 
 def launch_kda_chunk(
-    tokens: Tokens, layer: KDALayer, rows: Rows, *, deferred: bool = True, out: torch.Tensor | None = None
+    tokens: Tokens,
+    layer: KDALayer,
+    rows: Rows,
+    *,
+    deferred: bool = True,
+    window: Window | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The window solved at once, T <= 16, wherever Triton runs. Same contract as `kda_verify`."""
     batch, (heads, value_dim) = len(rows.slots), tokens.value.shape[2:]
@@ -250,9 +277,15 @@ def launch_kda_chunk(
     block_v = min(tile_v, max(16, triton.next_power_of_2(value_dim)))
     bound = layer.gate.lower_bound
     arguments, sizes = verify_arguments(tokens, layer, rows, out, deferred)
+    unused = rows.slots
+    convolution = (unused, unused, unused, 1, 0)
+    if window is not None:
+        convolution = (window.taps, window.ring, window.cursor, window.ring.shape[1], window.ring.stride(0))
     _kda_chunk_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
         *arguments,
+        *convolution,
         **sizes,
+        WIDTH=0 if window is None else window.taps.shape[0],
         FACTORED=bound is not None and -bound * num_tokens <= FACTOR_LIMIT,
         WINDOW=8 if num_tokens <= 8 else 16,
         TOKENS=16,

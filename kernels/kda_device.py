@@ -193,6 +193,34 @@ def unstacked(x):
 
 
 @triton.jit
+def convolved(
+    input_ptr, input_stride, ring_ptr, cursor, capacity, channels, taps_ptr, t, count, columns, own,
+    WIDTH: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """The short convolution of T tokens [T, D] in their dtype, zero past `count`; see `dspark.kernels.conv_window`.
+
+    All pointers are at the first of the channels `columns` [D], `input_ptr` at the row's first token and `ring_ptr` at
+    its slot. `RECORD` writes the inputs into the ring.
+    """
+    mixed = tl.zeros([t.shape[0], columns.shape[0]], tl.float32)
+    inside = (t < count)[:, None] & own[None, :]
+    for i in tl.static_range(WIDTH):
+        source = t + (i - (WIDTH - 1))  # negative: a row of the history
+        tap = tl.load(taps_ptr + i * channels + columns, mask=own, other=0.0).to(tl.float32)
+        place = source[:, None] * input_stride + columns[None, :]
+        value = tl.load(input_ptr + place, mask=inside & (source >= 0)[:, None], other=0.0)
+        if RECORD and i == WIDTH - 1:
+            place = ((cursor + t) % capacity)[:, None] * channels + columns[None, :]
+            tl.store(ring_ptr + place, value.to(ring_ptr.dtype.element_ty), mask=inside)
+        value = value.to(tl.float32)
+        if i < WIDTH - 1:
+            place = ((cursor + capacity + source) % capacity)[:, None] * channels + columns[None, :]
+            value += tl.load(ring_ptr + place, mask=inside & (source < 0)[:, None], other=0.0).to(tl.float32)
+        mixed += value * tap[None, :]
+    return (mixed * sigmoid_of(mixed)).to(input_ptr.dtype.element_ty)
+
+
+@triton.jit
 def wait_for_previous_kernel():
     """Go on when the kernel before has ended, and let the next one be launched."""
     tl.extra.cuda.gdc_wait()

@@ -34,8 +34,9 @@ from dspark.kernels import conv_window as conv_module
 from dspark.kernels import kda_chunk, triton
 from dspark.kernels import kda_commit as commit_module
 from dspark.kernels import kda_launch as launch_module
+from dspark.kernels import kda_verify as verify_module
 from dspark.kernels.conv_window import conv_window, conv_window_ref
-from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
+from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens, Window
 from dspark.kernels.kda_commit import kda_commit, kda_commit_ref
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref
@@ -60,15 +61,20 @@ def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: st
 
 
 VARIANTS = (
-    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x8x128 128x8x0 64x4x0 64x4x168 64x4x128 64x8x0")
-    | tiles("commit", commit_module, ("TILE",), "128x8x128 128x8x0 64x4x0 64x4x128 64x4x168")
+    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x8x0 64x4x0 64x4x168 64x4x128 64x8x0")
+    | tiles("commit", commit_module, ("TILE",), "128x8x0 64x4x0 64x4x128")
     | {
         "step-pdl1": [(launch_module, "OVERLAP", 1)],
         "step-pdl2": [(launch_module, "OVERLAP", 2)],
+        "step-apart": [(verify_module, "FUSED_HEADS", 0)],
+        "step-apart-pdl2": [(verify_module, "FUSED_HEADS", 0), (launch_module, "OVERLAP", 2)],
+        "step-fused": [(verify_module, "FUSED_HEADS", 1 << 30)],
+        "step-fused64x8": [(verify_module, "FUSED_HEADS", 1 << 30), (kda_chunk, "SPREAD_TILE", (64, 8, None))],
+        "step-fused-pdl2": [(verify_module, "FUSED_HEADS", 1 << 30), (launch_module, "OVERLAP", 2)],
     }
     | {
         f"conv-{tile}x{warps}": [(conv_module, "TILE_CHANNELS", tile), (conv_module, "NUM_WARPS", warps)]
-        for tile, warps in ((512, 2), (256, 1), (1024, 4), (512, 4), (256, 2))
+        for tile, warps in ((256, 1), (1024, 4), (512, 4))
     }
 )
 
@@ -127,6 +133,7 @@ class Problem:
         self.gate = self.normal(batch, shape.tokens, heads, DIM).bfloat16()
         self.beta = self.normal(batch, shape.tokens, heads).bfloat16()
         self.weights = [0.5 * self.normal(channels, WIDTH) for _ in range(self.layers_per_set)]
+        self.taps = [weight.T.contiguous() for weight in self.weights]
         gates = [
             Gate(0.5 * self.normal(heads), 9 * self.uniform(heads, DIM) - 7, BOUND) for _ in range(self.layers_per_set)
         ]
@@ -162,6 +169,11 @@ class Problem:
         query, key, value = (x.unflatten(2, (self.shape.heads, DIM)) for x in mixed.chunk(3, dim=2))
         return Tokens(query, key, value, self.gate, self.beta)
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the step convolves inside the verification."""
+        return self.shape.batch * self.shape.heads < verify_module.FUSED_HEADS
+
     def plan(self, index: int) -> Rows:
         if self.shape.ring:
             return self.cursors[index].plan(self.slots, self.num_rows, null_slot=0)
@@ -189,6 +201,12 @@ class Problem:
             self.num_rows,
         )
 
+    def fused(self, index: int, layer: int, rows: Rows) -> torch.Tensor:
+        """Convolution and verification in one call."""
+        window = Window(self.taps[layer], self.windows[index][layer], self.window_cursor[index])
+        tokens = self.tokens_of(self.inputs)
+        return kda_verify(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, window=window)
+
     def verify(self, index: int, layer: int, rows: Rows, mixed: torch.Tensor) -> torch.Tensor:
         return kda_verify(self.tokens_of(mixed), self.sets[index][layer], rows, deferred=self.shape.ring)
 
@@ -196,7 +214,10 @@ class Problem:
         """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs."""
         rows = self.plan(index)
         for layer in range(self.layers_per_set):
-            out = self.verify(index, layer, rows, self.convolve(index, layer))
+            if self.fuses:
+                out = self.fused(index, layer, rows)
+            else:
+                out = self.verify(index, layer, rows, self.convolve(index, layer))
         self.accept(index, rows)
         return out
 
@@ -220,7 +241,13 @@ class Problem:
         commit = 2 * shape.state_bytes + accepted
         conv = window + per_head * 3 * DIM * 2 * shape.tokens
         whole = verify + per_head * 3 * DIM * 2 * (WIDTH - 1 + shape.tokens) + (0 if shape.ring else commit)
-        return {"verify": verify, "commit": commit, "conv": conv, "step": whole}[phase]
+        return {
+            "verify": verify,
+            "commit": commit,
+            "conv": conv,
+            "step": whole,
+            "fused": whole - commit * (not shape.ring),
+        }[phase]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -266,7 +293,10 @@ def check(problem: Problem, layer_index: int) -> dict[str, float]:
     exact, cut = picked(problem, layer, rows, index)
     tokens = Tokens(*(x[index].double() for x in vars(problem.tokens_of(mixed)).values()))
     expected = kda_verify_ref(tokens, exact, cut)
-    out = problem.verify(0, layer_index, rows, mixed)
+    if layer_index and problem.fuses:
+        out = problem.fused(0, layer_index, rows)
+    else:
+        out = problem.verify(0, layer_index, rows, mixed)
     errors = {"conv": relative(mixed[index], exact_mixed), "out": relative(out[index], expected)}
     new = (rows.start + rows.held)[index, None] + torch.arange(shape.tokens, device="cuda")
     new, at = new % shape.capacity, torch.arange(len(index), device="cuda")[:, None]
@@ -386,6 +416,7 @@ def phases(problem: Problem) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {
         "verify": lambda: [problem.verify(index, layer, rows[index], mixed) for index, layer in every],
         "conv": lambda: [problem.convolve(index, layer) for index, layer in every],
+        "fused": lambda: [problem.fused(index, layer, rows[index]) for index, layer in every],
         "step": lambda: [problem.step(index) for index in range(problem.num_sets)],
     }
     if not problem.shape.ring:
@@ -472,6 +503,8 @@ def run_ours(args: argparse.Namespace, bandwidth: float, report: Report, late: C
     if wanted:
         variants = {name: v for name, v in variants.items() if name == "default" or any(map(name.startswith, wanted))}
     for shape in shapes(args):
+        problem = None
+        torch.cuda.empty_cache()
         for name, changes in variants.items():
             if late():
                 report.fail(f"{shape.names()} {name}: not run, the time limit is over")
@@ -482,12 +515,12 @@ def run_ours(args: argparse.Namespace, bandwidth: float, report: Report, late: C
                 continue
             with patched(changes):
                 try:
-                    measure(Problem(shape, args.budget_gb * 1e9), name, only, bandwidth, report)
+                    problem = problem or Problem(shape, args.budget_gb * 1e9)
+                    measure(problem, name, only, bandwidth, report)
                 except (RuntimeError, triton.CompilationError) as error:
                     if "CUDA error" in str(error):
                         raise  # nothing after it would mean anything
                     report.fail(f"{shape.names()} {name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            torch.cuda.empty_cache()
 
 
 # Rows of the peer harness that make up one step of each scheme.
@@ -645,7 +678,7 @@ def parse_args() -> argparse.Namespace:
         "--mode", type=words, default=["commit", "ring-18", "ring-32"],
         help="commit (fold after every step), ring-R (fold when R records are full)",
     )  # fmt: skip
-    parser.add_argument("--only", type=words, default=[], help="phases: verify, commit, conv, step")
+    parser.add_argument("--only", type=words, default=[], help="phases: verify, commit, conv, fused, step")
     parser.add_argument("--variants", nargs="?", const="", help="also other tiles and warps; prefixes of names to take")
     parser.add_argument("--peers-script", help="the peer harness, a Python file")
     parser.add_argument("--peers", help="folder with the peers' files, as the harness's --stage makes it")
