@@ -57,7 +57,7 @@ class DoctorSettings:
     """
 
     prompts: int = 12
-    new_tokens: int = 40
+    new_tokens: int = 24
     anchors: int = 6
     seed: int = 0
 

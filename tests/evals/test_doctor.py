@@ -10,7 +10,6 @@ import torch
 from doctor_pair import LAYERS, MASK, VOCAB, sample_language, stored_drafter, stored_target, target_model, write_drafter
 
 from dspark import HFTarget, load_drafter
-from dspark.checkpoint import load_drafter as load
 from dspark.cli import main
 from dspark.convert import convert
 from dspark.evals.doctor import DoctorSettings, diagnose, format_diagnosis
@@ -197,7 +196,7 @@ def test_what_is_scored_is_the_overlap_with_the_targets_own_law(target, prompts,
     """Draft 1's overlap at every anchor, against the drafter's `propose` and a pass of the target."""
     from dspark.sampling import SamplingParams, SamplingTensors, Streams
 
-    drafter = load(write_drafter(tmp_path, stored_drafter()), target=target)
+    drafter = load_drafter(write_drafter(tmp_path, stored_drafter()), target=target)
     text = collect(target, prompts[:3], drafter.config.tap_ids, 12, seed=0)
     anchors = choose_anchors(text, 2, 3)
     scored = overlaps(drafter, text, anchors, 2)
@@ -217,7 +216,7 @@ def test_what_is_scored_is_the_overlap_with_the_targets_own_law(target, prompts,
 
 
 def test_readings_leave_the_drafter_as_it_was(target, tmp_path):
-    drafter = load(write_drafter(tmp_path, stored_drafter()), target=target)
+    drafter = load_drafter(write_drafter(tmp_path, stored_drafter()), target=target)
     before = {name: value.clone() for name, value in drafter.state_dict().items()}
     config = drafter.config
     readings = list(alternatives(drafter, target, {}))
