@@ -24,7 +24,8 @@ from dspark.sampling.proposal import SparseProposal
 from dspark.sampling.streams import Streams
 
 CANDIDATES = (16, 32, 64, 128, 256)
-GROUP = 64  # columns whose maximum is kept; k groups are looked at again
+GROUPS = (64, 32, 16)  # columns whose maximum is kept; k groups are looked at again
+MAX_COUNTED = 32768  # values of one selection: two counts share 32 bits
 GATHERED = 16384  # elements of W2 that a program gathers at a time
 
 
@@ -153,10 +154,11 @@ class CandidatesWorkspace:
         if k not in CANDIDATES or k > columns:
             raise ValueError(f"k must be one of {CANDIDATES} and at most {columns}, the columns of base; got {k}")
         device, rank = base.device, max(weights.rank, 1)
-        self.num_groups = triton.cdiv(columns, GROUP)
+        self.group = min(GROUPS, key=lambda group: triton.next_power_of_2(triton.cdiv(columns, group)) + k * group)
+        self.num_groups = triton.cdiv(columns, self.group)
         self.block_n = max(triton.next_power_of_2(self.num_groups), k)
-        if self.block_n > 65535 // 2:
-            raise ValueError(f"base has {columns} columns; selection counts up to {65535 // 2 * GROUP}")
+        if self.block_n > MAX_COUNTED:
+            raise ValueError(f"base has {columns} columns; selection counts up to {MAX_COUNTED} groups of {self.group}")
         self.shape, self.k = tuple(base.shape), k
         self.maxima = torch.zeros(batch * steps, self.num_groups, device=device)
         self.chosen = torch.zeros(batch * steps, k, dtype=torch.int32, device=device)
@@ -172,15 +174,15 @@ def select_candidates(base: torch.Tensor, workspace: CandidatesWorkspace) -> Non
     """The k largest columns of every position of base [B, K, D], into the workspace; same as `candidates_ref`."""
     batch, steps, columns = base.shape
     k, rows = workspace.k, batch * steps
-    block = 64
+    block = 4096 // workspace.group
     _group_maxima_kernel[(rows, triton.cdiv(workspace.num_groups, block))](
         base, workspace.maxima, steps, columns, workspace.num_groups, *base.stride()[:2],
-        GROUP=GROUP, BLOCK_N=block,
+        GROUP=workspace.group, BLOCK_N=block,
     )  # fmt: skip
     _select_kernel[(rows,)](
         base, workspace.maxima, workspace.chosen, workspace.columns, workspace.values, steps, columns,
         workspace.num_groups, *base.stride()[:2],
-        K=k, GROUP=GROUP, BLOCK_N=workspace.block_n, BITS=16 if base.dtype == torch.bfloat16 else 32,
+        K=k, GROUP=workspace.group, BLOCK_N=workspace.block_n, BITS=16 if base.dtype == torch.bfloat16 else 32,
         num_warps=8,
     )  # fmt: skip
 
