@@ -10,9 +10,10 @@ from triton.runtime import interpreter
 
 import dspark.kernels.kda_verify as kda_verify_module
 from dspark.kernels import kda_chunk
-from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens
+from dspark.kernels.conv_window import conv_window_ref, launch_conv_window
+from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens, Window
 from dspark.kernels.kda_chunk import launch_kda_chunk
-from dspark.kernels.kda_verify import kda_verify, kda_verify_ref, launch_kda_serial
+from dspark.kernels.kda_verify import convolved_tokens, kda_verify, kda_verify_ref, launch_kda_serial
 
 pytestmark = pytest.mark.usefixtures("on_device")
 KERNELS = pytest.mark.parametrize("verify", [launch_kda_chunk, launch_kda_serial], ids=["chunk", "serial"])
@@ -268,6 +269,48 @@ def test_packed_outputs_go_where_they_are_wanted():
     assert (wide[:, :, :HEADS] == 7).all()
     with pytest.raises(ValueError, match="heads and channels contiguous"):
         kda_verify(tokens, layer, rows, out=wide[..., :HEADS, :].transpose(2, 3))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("value_dim", [16, 130], ids=["one-tile", "value-tiles"])
+def test_convolution_inside_the_verification_is_the_one_in_front(value_dim, width, packed):
+    """Outputs, records and the convolution's ring; ragged rows, padding, no token, a ring that wraps."""
+    num_rows, capacity = [9, 1, 3, 5, 0], width + 10
+    rows = ring([3, 0, -1, 1, 2], num_rows, held=[4, 9, 0, 0, 2], start=13, fold=[True, False, False, False, True])
+    layer = filled(random_layer(4, HEADS, 16, value_dim, capacity=18, dtype=torch.float32), rows)
+    tokens = poisoned(random_tokens(5, 9, HEADS, 16, value_dim, dtype=torch.float32), num_rows)
+    channels = HEADS * (32 + value_dim)
+    past = draw(4, capacity, channels, seed=5)
+    cursor = torch.tensor([capacity - 1, 4, 0, 1, 7])
+    before, inside = (Window(draw(width, channels, seed=6), past.clone(), cursor) for _ in range(2))
+    if packed:
+        lines = {name: line_up(x, num_rows, [3, 0, 2, 4, 1]) for name, x in vars(tokens).items()}
+        rows = dataclasses.replace(rows, first_token=lines["key"][1])
+        tokens = Tokens(**{name: x for name, (x, _) in lines.items()})
+    expected, got = copied(layer), copied(layer)
+    want = kda_verify_ref(tokens, expected, rows, before)
+    have = launch_kda_chunk(tokens, got, rows, window=inside)
+    close(have, want, KERNEL_ERROR)
+    assert torch.equal(inside.ring, before.ring)
+    assert not torch.equal(inside.ring, past)
+    close(got.checkpoint, expected.checkpoint, KERNEL_ERROR)
+    for a, b in zip(vars(got.records).values(), vars(expected.records).values(), strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), "another set of records was written"
+        close(a.nan_to_num(), b.nan_to_num(), KERNEL_ERROR)
+
+
+@pytest.mark.parametrize("convolve", [conv_window_ref, launch_conv_window], ids=["reference", "kernel"])
+def test_convolution_in_front_gives_the_tokens(convolve):
+    tokens, rows = random_tokens(2, 3, HEADS, 8, 6, dtype=torch.float32), ring([1, 0], [3, 2])
+    window = Window(draw(4, HEADS * 22), draw(2, 6, HEADS * 22, seed=1), torch.tensor([3, 0]))
+    mixed = convolved_tokens(tokens, rows, window, convolve)
+    assert mixed.gate is tokens.gate
+    assert mixed.value.shape == tokens.value.shape
+    line = torch.cat([x.flatten(2) for x in (tokens.query, tokens.key, tokens.value)], 2)
+    window = Window(window.taps, draw(2, 6, HEADS * 22, seed=1), window.cursor)
+    whole = conv_window_ref(line, window.taps.T, window.ring, rows.slots, window.cursor, rows.num_rows)
+    close(mixed.key, whole[..., HEADS * 8 : HEADS * 16].unflatten(2, (HEADS, 8)), 1e-6)
 
 
 def test_a_window_that_does_not_fit_is_refused():
