@@ -51,7 +51,7 @@ def format_quality(rows: Sequence[QualityRow]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     longest: dict[str, QualityRow] = {}
     for row in rows:
-        key = f"{row.drafter} {row.variant}, {row.dataset} T={row.temperature:g}".replace(" ,", ",")
+        key = f"{_label(row)}, {row.dataset} T={row.temperature:g}"
         if key not in longest or row.num_draft_tokens > longest[key].num_draft_tokens:
             longest[key] = row
     for key, row in longest.items():
@@ -59,10 +59,16 @@ def format_quality(rows: Sequence[QualityRow]) -> str:
     return "\n".join([*lines, "", *dict.fromkeys(_basis(row) for row in rows), *dict.fromkeys(_rounding(rows))])
 
 
+def _label(row: QualityRow) -> str:
+    """Drafter and kind of its Markov head, or what was switched off."""
+    kind = row.settings["drafter"]["markov_kind"]
+    return f"{row.drafter} {row.variant}" if row.variant else f"{row.drafter} ({kind} head)"
+
+
 def _cells(row: QualityRow) -> tuple[str, ...]:
     figures, calibration = row.quality, row.quality.calibration
     return (
-        f"{row.drafter} {row.variant}".strip(),
+        _label(row),
         row.dataset,
         f"{row.temperature:g}",
         str(row.num_draft_tokens),
