@@ -88,5 +88,13 @@ def test_the_command_writes_a_table_that_generate_and_eval_take(tmp_path, capsys
     for schedule in (str(out), "threshold:0.1"):
         assert main(["generate", "--prompt", "ab", "--no-chat", "--schedule", schedule, *pair]) == 0
         assert json.loads(capsys.readouterr().out)["schedule"].startswith(schedule)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "ab"}\n{"prompt": "xyz"}\n')
+    run = ["eval", "--dataset", str(prompts), "--temperature", "0", "--out", str(tmp_path / "run"), *pair]
+    assert main([*run, "--schedule", "threshold:0.9"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["settings"]["schedule"] == "threshold:0.9"
+    assert main(run) == 2  # the same folder, without the schedule
+    assert "schedule" in capsys.readouterr().err
     assert main(["generate", "--prompt", "ab", "--no-chat", "--schedule", "threshold:7", *pair]) == 2
     assert "no probability" in capsys.readouterr().err
