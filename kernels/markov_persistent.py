@@ -94,7 +94,8 @@ def own_confidences(
         if HAS_ROWS:
             live = tl.load(cache_rows_ptr + row) >= 0
         if live:
-            hidden_row = hidden_ptr + row.to(tl.int64) * hidden_stride + step * hidden_step
+            wide = tl.zeros([], tl.int64) + row  # a row's offset may pass 32 bits
+            hidden_row = hidden_ptr + wide * hidden_stride + step * hidden_step
             logit = hidden_confidence(hidden_row, hidden_size, weight_ptr, bias_ptr, BLOCK_H)
             tl.store(confidence_ptr + row * STEPS + step, logit)
 
@@ -115,7 +116,7 @@ def exchanged(
     local, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
     row = first_row + local
     slot = num_parts * BLOCK_B  # of one step and block
-    tag = ((epoch + step) & 255).to(tl.int64)
+    tag = (tl.zeros([], tl.int64) + epoch + step) & 255
     words_ptr += (((epoch + step) & 1) * BLOCKS + first_row // BLOCK_B) * slot
     masses_ptr += first_row // BLOCK_B * STEPS * slot
     tl.atomic_xchg(words_ptr + part * BLOCK_B + local, word | tag, sem="relaxed")
@@ -132,7 +133,7 @@ def exchanged(
             tl.store(at, logit, mask=mine)
     if step > 0:
         _join_masses(
-            masses_ptr + (step - 1) * slot, first_row, ((epoch + step - 1) & 255).to(tl.int64), part, step - 1,
+            masses_ptr + (step - 1) * slot, first_row, (tl.zeros([], tl.int64) + epoch + step - 1) & 255, part, step - 1,
             lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, HAS_ROWS, STEPS, BLOCK_V, BLOCK_B,
         )  # fmt: skip
     token = _winners(words_ptr, first_row, tag, scratch_ptr, batch, num_parts, BLOCK_V, BLOCK_B, ROWS)

@@ -284,6 +284,36 @@ def test_bad_weights_and_requests_are_named():
 @pytest.mark.parametrize(
     "case",
     [
+        pytest.param(Case(batch=1, steps=3), id="held-one"),
+        pytest.param(
+            Case(batch=3, dtype=BF16, cache=BF16, padding=(1,), confidence="hidden+markov"), id="held-padding"
+        ),
+        pytest.param(Case(batch=2, fp8=True, reduced=True, scattered=True), id="held-fp8"),
+        pytest.param(Case(batch=17, confidence="hidden", temperature=(1.0, 0.0)), id="streamed"),
+        pytest.param(Case(batch=70, columns=516, dtype=BF16, cache=BF16, padding=(3, 69), seed=1), id="two-blocks"),
+    ],
+)
+def test_one_launch_of_one_program_equals_the_reference(case, device):
+    """One program waits for nobody, so that even the interpreter can run the persistent kernels."""
+    inputs = make(case, device)
+    expected = poisoned_output(case, inputs)
+    lead = chain_ref(inputs.weights, inputs.base, inputs.hidden, inputs.requests, expected)
+    assert lead[inputs.live & (inputs.requests.temperature > 0)].min() > TIE, "nearly tied: take another seed"
+    workspace = DenseWorkspace(inputs.weights, inputs.base, persistent=True, num_programs=1)
+    for _ in range(2):  # the second launch meets the words of the first
+        out = poisoned_output(case, inputs)
+        dense_chain(inputs.weights, inputs.base, inputs.hidden, inputs.requests, out, workspace)
+    assert torch.equal(out.tokens, expected.tokens)
+    assert case.fp8 or same(out.cache, expected.cache)
+    assert torch.allclose(out.lse[inputs.live], expected.lse[inputs.live], rtol=0, atol=1e-5)
+    assert out.lse[~inputs.live].isnan().all()
+    if out.confidence is not None:
+        assert torch.allclose(out.confidence[inputs.live], expected.confidence[inputs.live], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         pytest.param(Case(batch=1, dtype=BF16, cache=BF16, columns=4096, rank=64, steps=5), id="held"),
         pytest.param(Case(batch=3, columns=4099, rank=20, steps=5, temperature=(1.0, 0.0)), id="odd"),
         pytest.param(Case(batch=5, dtype=BF16, cache=BF16, columns=40000, rank=64, steps=3), id="tiles"),
