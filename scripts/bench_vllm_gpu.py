@@ -65,7 +65,7 @@ def serve_commands(args: argparse.Namespace) -> None:
         max_model_len=args.max_model_len,
         max_num_seqs=max(args.concurrency),
         kv_cache_memory_bytes=args.kv_cache_gib * 2**30,
-        gpu_memory_utilization=0.1,  # only looked at when an engine starts beside others
+        gpu_memory_utilization=0.08,  # only looked at when an engine starts beside others
         enable_prefix_caching=False,  # the same prompts come again and again
         disable_log_stats=False,
         seed=0,

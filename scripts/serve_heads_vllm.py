@@ -1,7 +1,7 @@
 """Every kind of Markov head served by vLLM's V2 runner, with this plug-in and without, on a tiny random pair.
 
-    python3 scripts/serve_heads_vllm.py --out heads.jsonl
-    ... --heads gated,rnn --graphs --dtype bfloat16
+    python3 scripts/serve_heads_vllm.py --out heads.jsonl --gpus 2
+    ... --heads gated,rnn --graph-heads gated --dtype bfloat16
 
 For each head: does the engine start, does its greedy output equal that of the same vLLM without speculation, and how
 many tokens does a step give? vLLM's own DSpark knows the vanilla head only; what it does with the others is printed as
@@ -11,8 +11,6 @@ each behind its own gate or recurrence: computed wrongly, its drafts are rejecte
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +24,6 @@ HEADS = ("vanilla", "gated", "rnn", "none", "rnn-1+N", "gated-reduced")
 VOCAB, HIDDEN, LAYERS, RANK, BLOCK = 512, 128, 6, 128, 6
 NUM_DRAFTS, NUM_TOKENS = 5, 64
 PROMPTS = [[5 + i, 20, 30 + i] * (1 + 3 * i) for i in range(7)]
-COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 REFUSALS = (ValueError, TypeError, RuntimeError, AssertionError, AttributeError, KeyError, IndexError)
 
 
@@ -186,16 +183,16 @@ def head_weights(kind: str, follow: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """A child: one engine after another, each run as a line of JSON."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    for name in args.heads:
-        started = time.perf_counter()
-        try:
-            result = serve_one(args, name)
-        except REFUSALS as error:  # what vLLM raises for a head that it does not know is the result
-            result = {"error": last_line(error)}
-        answers.write(json.dumps({"head": name, "seconds": time.perf_counter() - started} | result) + "\n")
+    """A child: one engine, its runs as a line of JSON."""
+    from side_by_side import answers
+
+    kept, started = answers(), time.perf_counter()
+    try:
+        result = serve_one(args)
+    except REFUSALS as error:  # what vLLM raises for a head that it does not know is the result
+        result = {"error": last_line(error)}
+    kept.write(json.dumps(result | {"seconds": time.perf_counter() - started}) + "\n")
+    kept.close()
 
 
 def last_line(error: BaseException) -> str:
@@ -205,17 +202,18 @@ def last_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
-def serve_one(args: argparse.Namespace, name: str) -> dict[str, Any]:
+def serve_one(args: argparse.Namespace) -> dict[str, Any]:
     """Start an engine ("plain" without drafter), and generate greedily and at temperature 1."""
-    import gc
-
-    from vllm import LLM, SamplingParams
+    from side_by_side import ENGINE_OPTIONS, generate
+    from vllm import LLM
 
     options: dict[str, Any] = {"enforce_eager": not args.graphs}
-    if name != "plain":
+    if args.graphs:  # as much as is needed to run in graphs, and no torch.compile, which takes most of a start
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if args.engine != "plain":
         options["speculative_config"] = {
             "method": "dspark",
-            "model": str(args.folder / name),
+            "model": str(args.folder / args.engine),
             "num_speculative_tokens": NUM_DRAFTS,
             "draft_sample_method": "probabilistic",
             "rejection_sample_method": "standard",
@@ -226,63 +224,41 @@ def serve_one(args: argparse.Namespace, name: str) -> dict[str, Any]:
         dtype=args.dtype,
         max_model_len=512,
         max_num_seqs=16,
-        kv_cache_memory_bytes=2**29,
-        gpu_memory_utilization=0.1,
-        disable_log_stats=False,
+        **ENGINE_OPTIONS,
         **options,
     )
-    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     result: dict[str, Any] = {}
     for temperature in (0.0, 1.0):
-        params = [
-            SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-            for i in range(len(inputs))
-        ]
-        before = counters(llm)
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        again = llm.generate(inputs[2:3], params[2:3], use_tqdm=False)
-        grown = {key: value - before[key] for key, value in counters(llm).items()}
-        steps, accepted = grown[COUNTERS[0]], grown[COUNTERS[1]]
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        tokens, per_step = generate(llm, PROMPTS, temperature, NUM_TOKENS)
+        alone, _ = generate(llm, PROMPTS[2:3], temperature, NUM_TOKENS, first_seed=102)
         result[f"T={temperature:g}"] = {
             "tokens": tokens,
-            "tokens_per_step": 1 + accepted / steps if steps else 1.0,
-            "alone_as_in_the_batch": list(again[0].outputs[0].token_ids) == tokens[2],
+            "tokens_per_step": per_step,
+            "alone_as_in_the_batch": alone[0] == tokens[2],
         }
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()
     return result
-
-
-def counters(llm: Any) -> dict[str, float]:
-    """vLLM's speculation counters; 0 where it does not speculate."""
-    values = dict.fromkeys(COUNTERS, 0.0)
-    for metric in llm.get_metrics():
-        name = metric.name.removesuffix("_total")
-        if name in values:
-            values[name] += metric.value
-    return values
 
 
 def compare(runs: Sequence[dict[str, Any]]) -> str:
     """Markdown of all runs, each greedy output against the plain one."""
     plain = next(run for run in runs if run["head"] == "plain")
+    if "error" in plain:
+        return f"the plain engine failed: {plain['error']}"
     lines = [
-        "| head | plug-in | greedy equals plain | tokens a step, T=0 | T=1 | seeded alone as in a batch |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| head | plug-in | graphs | greedy equals plain | tokens a step, T=0 | T=1 | seeded alone as in a batch |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for run in runs:
         if run["head"] == "plain":
             continue
         if "error" in run:
-            cells = [f"does not start: {run['error']}", "", "", ""]
+            cells = [f"does not run: {run['error']}", "", "", ""]
         else:
             greedy, sampled = run["T=0"], run["T=1"]
             same = [a == b for a, b in zip(greedy["tokens"], plain["T=0"]["tokens"], strict=True)]
             steps = [f"{each['tokens_per_step']:.2f}" for each in (greedy, sampled)]
             cells = [f"{sum(same)} of {len(same)}", *steps, str(sampled["alone_as_in_the_batch"])]
-        lines.append(f"| {run['head']} | {run['plugin']} | {' | '.join(cells)} |")
+        lines.append(f"| {run['head']} | {run['plugin']} | {run['graphs']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -290,39 +266,48 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--heads", default=",".join(HEADS))
+    parser.add_argument("--graph-heads", default="gated,rnn,none", help="those served in CUDA graphs too, plug-in on")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs and torch.compile; slower to start")
+    parser.add_argument("--gpus", type=int, default=1, help="spread the engines over so many")
+    parser.add_argument("--limit", type=float, default=240, help="seconds until what still runs is stopped")
     parser.add_argument("--out", help="append the runs to this file, one line of JSON each")
     parser.add_argument("--logs", type=Path, default=Path("serve_heads_logs"))
+    parser.add_argument("--graphs", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.heads = args.heads.split(",")
+    args.graph_heads = [name for name in args.graph_heads.split(",") if name in args.heads]
     return args
 
 
 def main() -> None:
-    """Write the pair, run both children side by side, and print the table."""
+    """Write the pair, run all engines side by side, and print the table."""
+    sys.path.insert(0, str(Path(__file__).parent))  # absent with -P
     args = parse_args(sys.argv[1:])
-    if args.folder is not None:
+    if args.engine is not None:
         serve(args)
         return
+    from side_by_side import Job, run_jobs
+
+    chosen = [("plain", "on", False)]
+    chosen += [(name, plugin, False) for plugin in ("on", "off") for name in args.heads]
+    chosen += [(name, "on", True) for name in args.graph_heads]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         target = write_target(folder / "target")
         for name in args.heads:
             write_drafter(folder / name, name, target)
-        args.logs.mkdir(parents=True, exist_ok=True)
-        runs, children = [], []
-        for plugin, names in (("on", ["plain", *args.heads]), ("off", args.heads)):
-            passed_on = ["--heads", ",".join(names), "--dtype", args.dtype, "--folder", scratch]
-            command = [sys.executable, __file__, *passed_on, *(["--graphs"] if args.graphs else [])]
-            chosen = {"VLLM_PLUGINS": "dspark" if plugin == "on" else "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            log = (args.logs / f"{plugin}.log").open("w")
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=os.environ | chosen, text=True)
-            children.append((plugin, child))
-        for plugin, child in children:
-            output, _ = child.communicate()
-            runs += [json.loads(line) | {"plugin": plugin} for line in output.splitlines()]
+        jobs = []
+        for name, plugin, graphs in chosen:
+            passed_on = ["--engine", name, "--dtype", args.dtype, "--folder", scratch, *(["--graphs"] * graphs)]
+            label = f"{name}-{plugin}{'-graphs' * graphs}"
+            jobs.append(Job(label, passed_on, 1, plugin == "on", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}))
+        results = run_jobs(__file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit)
+    runs = [
+        {"head": name, "plugin": plugin, "graphs": graphs} | results[job.name]
+        for (name, plugin, graphs), job in zip(chosen, jobs, strict=True)
+    ]
     if args.out:
         with Path(args.out).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(run) + "\n" for run in runs)

@@ -1,0 +1,123 @@
+"""Run vLLM engines side by side, each in a process of its own, spread over the GPUs; for the check programs.
+
+A child gets the arguments of its job, and prints one line of JSON on stdout when it is done; vLLM's own output goes to
+a log. All children start at once, since most of an engine's start is work for the CPU. A child that does not end in
+time is stopped with everything that it started.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# A part of the memory that leaves room for a dozen tiny engines on one GPU.
+ENGINE_OPTIONS = {"kv_cache_memory_bytes": 2**29, "gpu_memory_utilization": 0.04, "disable_log_stats": False}
+COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine.
+
+    Attributes:
+        name: of its log.
+        arguments: of the program that runs again as the child.
+        num_gpus: how many it takes.
+        plugin: whether the DSpark plug-in is loaded.
+        environment: further variables.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    num_gpus: int = 1
+    plugin: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def run_jobs(program: str, jobs: Sequence[Job], *, gpus: int, logs: Path, limit_s: float) -> dict[str, Any]:
+    """Run all jobs at once.
+
+    Args:
+        program: path of the script.
+        jobs: what runs.
+        gpus: GPUs to spread one-GPU jobs over; 0 leaves the choice to CUDA.
+        logs: folder for a log of each.
+        limit_s: seconds after which what still runs is stopped.
+
+    Returns:
+        Name -> what the child printed; {"error": ...} where it printed nothing.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    children = []
+    for index, job in enumerate(jobs):
+        environment = os.environ | {"VLLM_PLUGINS": "dspark" if job.plugin else "", "OMP_NUM_THREADS": "1"}
+        if gpus and job.num_gpus == 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(index % gpus)
+        log = logs / f"{job.name}.log"
+        child = subprocess.Popen(
+            [sys.executable, program, *job.arguments],
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            env=environment | job.environment,
+            start_new_session=True,
+            text=True,
+        )
+        children.append((job, log, child))
+    deadline = time.monotonic() + limit_s
+    return {job.name: _result(child, log, max(deadline - time.monotonic(), 1.0)) for job, log, child in children}
+
+
+def _result(child: subprocess.Popen, log: Path, patience_s: float) -> Any:
+    """The child's line, or why there is none."""
+    try:
+        output, _ = child.communicate(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return {"error": f"stopped after the time limit; the end of its log: {_tail(log, 3)}"}
+    if not output.strip():
+        return {"error": f"ended with status {child.returncode}; the end of its log: {_tail(log, 6)}"}
+    return json.loads(output)
+
+
+def _tail(log: Path, lines: int) -> str:
+    return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])[-600:]
+
+
+def answers() -> Any:
+    """The child's stdout, kept for its line; vLLM's prints go to the log from here on."""
+    kept = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return kept
+
+
+def generate(llm: Any, prompts: Sequence[list[int]], temperature: float, max_tokens: int, first_seed: int = 100):
+    """Tokens of every request, the i-th with seed first_seed + i, and tokens a step over all of them."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=first_seed + i, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        for i in range(len(prompts))
+    ]
+    before = counters(llm)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    after = counters(llm)
+    steps, accepted = (after[name] - before[name] for name in COUNTERS)
+    return [list(output.outputs[0].token_ids) for output in outputs], 1 + accepted / steps if steps else 1.0
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """vLLM's speculation counters; 0 where it does not speculate."""
+    values = dict.fromkeys(COUNTERS, 0.0)
+    for metric in llm.get_metrics():
+        if metric.name in values:
+            values[metric.name] += metric.value
+    return values
