@@ -10,6 +10,7 @@ import torch
 from loop_enumeration import Enumeration
 from pairs import counting_pair, drafter_config, tiny_drafter, tiny_target
 from quality_cases import PROMPT, VOCAB, paths_of, score, score_all_texts
+from test_gated_delta_net import tiny_model as recurrent_model
 from tiny_target import tiny_model, tiny_tokenizer
 
 from dspark.evals import EvalSettings, evaluate, text_groups
@@ -182,6 +183,23 @@ def test_scores_do_not_depend_on_the_grouping_and_are_repeatable(tmp_path, monke
     for name, value in vars(first).items():
         assert np.array_equal(value, getattr(again, name)), name
         np.testing.assert_allclose(getattr(other, name), value, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])
+def test_targets_with_recurrent_layers_are_scored_too(tmp_path, family):
+    """At temperature 0 their generation is met exactly, so states and taps are those that drafting saw."""
+    target = HFTarget(recurrent_model(family))
+    drafter = tiny_drafter(drafter_config(32), target)
+    params = SamplingParams(temperature=0.0, max_new_tokens=16)
+    generations = generate(target, drafter, [[1, 2, 3], [9, 4, 6, 7, 21, 8, 5], [30]], params)
+    scores = score(target, drafter, paths_of(generations, 16), tmp_path, ScoringRule(params, 4))
+    sums = request_sums(scores, loop_law(scores, 3, 4), 3)
+    expected = np.hstack([sums.steps[:, None], sums.offered, sums.reached, sums.accepted])
+    np.testing.assert_allclose(realised_sums(generations, 4), expected, atol=1e-12)
+    seen = judged_positions([generation.steps for generation in generations])
+    found = np.sort(scores.confidence[:, 0])
+    first = seen.confidence[(seen.position == 0)]
+    assert np.abs(found[:, None] - first).min(axis=0).max() < 1e-9
 
 
 @pytest.mark.gpu
