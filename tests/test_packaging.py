@@ -63,6 +63,7 @@ def test_every_module_is_in_it(names: set[str]):
     [
         pytest.param("dspark/assets/smollm2-135m-dspark/config.json", id="drafter-config"),
         pytest.param("dspark/assets/smollm2-135m-dspark/model.safetensors", id="drafter-weights"),
+        pytest.param("dspark/assets/smollm2-135m-dspark/confidence_calibration.json", id="drafter-calibration"),
         pytest.param("dspark/evals/data/default.jsonl", id="prompts"),
         pytest.param("dspark/py.typed", id="type-marker"),
     ],

@@ -10,6 +10,7 @@ from pairs import drafter_config, tiny_drafter, tiny_target
 
 from dspark.checkpoint import load_drafter
 from dspark.confidence import CALIBRATION_FILE, ConfidenceCalibration, head_digest, write_calibration
+from dspark.default import default_drafter_path
 from dspark.families import CheckpointError
 from dspark.inspect import inspect_checkpoint
 from dspark.loop import generate
@@ -140,3 +141,13 @@ def test_inspect_says_whether_it_is_there(folder, calibration):
     assert "temperatures 0.5 2 1.25" in inspection.calibration
     assert "sequential temperature scaling" in inspection.to_text()
     assert inspection.to_dict()["calibration"] == inspection.calibration
+
+
+def test_the_embedded_drafter_is_calibrated():
+    """Its file fits its head, and was fitted on sampled requests whose other half was measured."""
+    calibration = load_drafter(default_drafter_path()).calibration
+    assert len(calibration.temperatures) == 8
+    assert all(0.5 < temperature < 2 for temperature in calibration.temperatures)
+    assert min(calibration.fitted_on["temperatures"]) > 0
+    assert calibration.held_out["num_requests"] >= 200
+    assert calibration.held_out["ece"]["after"]["high"] < 0.02
