@@ -24,9 +24,24 @@ __all__ = ["Block", "DraftLaw", "Verified", "Workspace", "raise_for_status", "ve
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS, FLOATS = (torch.int32, torch.int64), (torch.float32, torch.float64)
 
-# (tokens a thread block reads, its warps) of the two launches.
-JUDGE_TILE = (4096, 4)
-EMIT_TILE = (2048, 4)
+
+class Tile(NamedTuple):
+    """Tokens that a thread block takes at a time, its warps, and the registers of a thread (the compiler's choice if
+    None).
+    """
+
+    tokens: int
+    warps: int
+    registers: int | None = None
+
+
+# Chosen so that a multiprocessor holds 100 kB (judge) and 60 kB (emit) of loads in flight.
+JUDGE_TILE = Tile(4096, 8)
+EMIT_TILE = Tile(2048, 4, 96)
+
+# (tiles of a launch, tiles a thread block then takes): what a block does before and after its tiles, two chains of
+# loads and an atomic, costs about as much as a tile, but small launches need every block that they can have.
+TILES_EACH = ((12000, 4), (4000, 2), (0, 1))
 
 # Parts of a row that the last block has room for, at least: one compiled kernel serves most vocabularies.
 JUDGE_PARTS, EMIT_PARTS = 64, 128
@@ -42,7 +57,7 @@ class Workspace:
     def __init__(self, batch: int, num_draft_tokens: int, vocab_size: int, device: torch.device | str) -> None:
         self.capacity = (batch, num_draft_tokens, vocab_size)
         lines = batch * max(num_draft_tokens, 1)
-        judge_parts, emit_parts = (-(-vocab_size // tile[0]) for tile in (JUDGE_TILE, EMIT_TILE))
+        judge_parts, emit_parts = (-(-vocab_size // tile.tokens) for tile in (JUDGE_TILE, EMIT_TILE))
         self.first = torch.full((batch,), NO_REJECTION, dtype=torch.int32, device=device)
         self.judge_arrived = torch.zeros(lines, dtype=torch.int32, device=device)
         self.emit_arrived = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -124,20 +139,27 @@ class _Launch(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _launch(tile: tuple[int, int], at_least: int, vocab_size: int, num_draft_tokens: int, num_ids: int) -> _Launch:
-    parts = -(-vocab_size // tile[0])
+def _launch(tile: Tile, at_least: int, vocab_size: int, num_draft_tokens: int, num_ids: int) -> _Launch:
+    parts = -(-vocab_size // tile.tokens)
     constants = {
         "WIDTH": max(16, _power_of_two(num_draft_tokens + 1)),
         "IDS": max(16, _power_of_two(num_ids)),
-        "BLOCK": tile[0],
+        "BLOCK": tile.tokens,
         "PARTS": max(at_least, _power_of_two(parts)),
-        "num_warps": tile[1],
+        "num_warps": tile.warps,
     }
+    if tile.registers is not None:
+        constants["maxnreg"] = tile.registers
     return _Launch(parts, constants)
 
 
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length() if least > 1 else 1
+
+
+def _tiles_each(total: int) -> int:
+    """Tiles that a thread block takes one after the other. It changes no result, since each is summed alone."""
+    return next(tiles for least, tiles in TILES_EACH if total >= least)
 
 
 def launch_verify(
@@ -172,7 +194,9 @@ def launch_verify(
     }
     judge = _launch(JUDGE_TILE, JUDGE_PARTS, vocab_size, num_draft_tokens, num_ids)
     emit = _launch(EMIT_TILE, EMIT_PARTS, vocab_size, num_draft_tokens, num_ids)
-    judge_grid = (judge.parts * batch * num_draft_tokens,)
+    judge_tiles = _tiles_each(judge.parts * batch * num_draft_tokens)
+    emit_tiles = _tiles_each(emit.parts * batch)
+    judge_grid = (-(-judge.parts // judge_tiles) * batch * num_draft_tokens,)
     if num_draft_tokens:
         judge_kernel[judge_grid](
             *rows,
@@ -188,6 +212,7 @@ def launch_verify(
             workspace.flags,
             *sizes,
             judge.parts,
+            judge_tiles,
             *strides,
             law.logsumexp.stride(0) if stored else 0,
             int(not overlap),
@@ -195,7 +220,7 @@ def launch_verify(
             STORED=stored,
             **judge.constants,
         )
-    emit_kernel[(emit.parts * batch,)](
+    emit_kernel[(-(-emit.parts // emit_tiles) * batch,)](
         *rows,
         block.positions,
         *state,
@@ -214,6 +239,7 @@ def launch_verify(
         out.status,
         *sizes,
         emit.parts,
+        emit_tiles,
         *strides,
         **forms,
         **emit.constants,
@@ -222,7 +248,7 @@ def launch_verify(
         return out
     parts = torch.empty((batch, num_draft_tokens, judge.parts), dtype=torch.float32, device=logits.device)
     if num_draft_tokens:
-        overlap_kernel[judge_grid](
+        overlap_kernel[(judge.parts * batch * num_draft_tokens,)](
             *rows,
             *state,
             *draws,

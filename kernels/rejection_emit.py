@@ -53,10 +53,10 @@ def less_dense(weight, column, inside, at, scale, peak, inverse, PROBS: tl.const
 
 
 @triton.jit
-def race_again(logits_row, peak, scale, vocab_size, num_blocks, seed, position, purpose, winner, BLOCK: tl.constexpr):
+def race_again(logits_row, peak, scale, vocab_size, num_parts, seed, position, purpose, winner, BLOCK: tl.constexpr):
     """The race over p of a whole row by one block."""
     best = float("inf")
-    for i in range(num_blocks):
+    for i in range(num_parts):
         column = i * BLOCK + tl.arange(0, BLOCK)
         logits = load_logits(logits_row, column, column < vocab_size)
         weight = tl.exp2((logits - finite_or_zero(peak)) * scale)
@@ -67,12 +67,12 @@ def race_again(logits_row, peak, scale, vocab_size, num_blocks, seed, position, 
 
 
 @triton.jit
-def earliest(parts, winners_ptr, num_blocks, scale, greedy, PARTS: tl.constexpr):
+def earliest(parts, winners_ptr, num_parts, scale, greedy, PARTS: tl.constexpr):
     """Maximum, earliest time and winner of a row from those of its parts."""
     part = tl.arange(0, PARTS)
-    known = part < num_blocks
+    known = part < num_parts
     peaks = tl.load(parts + part, mask=known, other=float("-inf"), cache_modifier=".cg")
-    times = tl.load(parts + num_blocks + part, mask=known, other=float("inf"), cache_modifier=".cg")
+    times = tl.load(parts + num_parts + part, mask=known, other=float("inf"), cache_modifier=".cg")
     winners = tl.load(winners_ptr + part, mask=known, other=_NO_REJECTION, cache_modifier=".cg")
     peak = tl.max(peaks, axis=0)
     # Times of parts with another maximum are in another unit.
@@ -105,18 +105,19 @@ def write_results(
     tl.store(status_ptr + request, status)
 
 
-@triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks"])
+@triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_parts", "tiles"])
 def emit_kernel(  # noqa: PLR0915 (one launch)
     logits_ptr, drafts_ptr, starts_ptr, positions_ptr, states_ptr, temperature_ptr, seeds_ptr,
     slots_ptr, values_ptr, ids_ptr, draft_temperature_ptr,
     first_ptr, judge_arrived_ptr, arrived_ptr, parts_ptr, winners_ptr, rows_ptr, flags_ptr,
     tokens_ptr, emitted_ptr, accepted_ptr, status_ptr,
-    batch, num_drafts, vocab_size, num_ids, num_blocks,
+    batch, num_drafts, vocab_size, num_ids, num_parts, tiles,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
     STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid B * parts of the vocabulary."""
+    """Grid B * blocks of `tiles` parts of the vocabulary."""
+    num_blocks = tl.cdiv(num_parts, tiles)
     block, request = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     start = tl.load(starts_ptr + request).to(tl.int64)
     count = tl.load(starts_ptr + request + 1) - start - 1
@@ -129,41 +130,42 @@ def emit_kernel(  # noqa: PLR0915 (one launch)
     seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + start + num_accepted)
     purpose = tl.where(rejected, _RECOVERY, _TARGET)
     logits_row = logits_ptr + (start + num_accepted) * logits_stride
-    low = block * BLOCK
-    column = low + tl.arange(0, BLOCK)
-    inside = column < vocab_size
-    logits = load_logits(logits_row, column, inside)
     residual = rejected & (not greedy) & HAS_Q
-    if greedy:
-        peak, time = tl.max(logits, axis=0), 1.0
-        winner = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0)
-    else:
-        if residual:
-            row = rows_ptr + (num_accepted * batch + request) * 4
-            peak, draft_peak, draft_inverse = tl.load(row), tl.load(row + 2), tl.load(row + 3)
-            weight = tl.exp2((logits - finite_or_zero(peak)) * scale) * tl.load(row + 1)
-            draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
-            place = keyed(slots_ptr, request, SLOTS)
-            at = values_ptr + place * slot_stride + num_accepted * position_stride
-            ids = ids_ptr + place * ids_stride + num_accepted * ids_position_stride
-            if DENSE:
-                weight = less_dense(weight, column, inside, at, draft_scale, draft_peak, draft_inverse, PROBS)
-            else:
-                weight = less_listed(
-                    weight, column, ids, at, low, draft_scale, draft_peak, draft_inverse, num_ids, PROBS, BLOCK, IDS
-                )
+    row = rows_ptr + (tl.minimum(num_accepted, num_drafts - 1) * batch + request) * 4
+    draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
+    place = keyed(slots_ptr, request, SLOTS)
+    at = values_ptr + place * slot_stride + num_accepted * position_stride
+    ids = ids_ptr + place * ids_stride + num_accepted * ids_position_stride
+    parts = parts_ptr + request.to(tl.int64) * 2 * num_parts
+    winners = winners_ptr + request.to(tl.int64) * num_parts
+    token = tl.load(drafts_ptr + start + 1 + num_accepted, mask=rejected, other=-1)
+    for part in range(block * tiles, tl.minimum(block * tiles + tiles, num_parts)):
+        low = part * BLOCK
+        column = low + tl.arange(0, BLOCK)
+        inside = column < vocab_size
+        logits = load_logits(logits_row, column, inside)
+        if greedy:
+            peak, time = tl.max(logits, axis=0), 1.0
+            winner = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0)
         else:
-            peak = tl.max(logits, axis=0)
-            weight = tl.exp2((logits - finite_or_zero(peak)) * scale)
-            if not HAS_Q:  # a rejected one-hot draft leaves the rest of p
-                token = tl.load(drafts_ptr + start + 1 + num_accepted, mask=rejected, other=-1)
-                weight = tl.where(column == token, 0.0, weight)
-        time, winner = race(weight, token_noise(low, seed, position, purpose, BLOCK), column)
-    parts = parts_ptr + request.to(tl.int64) * 2 * num_blocks
-    winners = winners_ptr + request.to(tl.int64) * num_blocks
-    tl.store(parts + block, peak)
-    tl.store(parts + num_blocks + block, time)
-    tl.store(winners + block, winner)
+            if residual:
+                peak, draft_peak, draft_inverse = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+                weight = tl.exp2((logits - finite_or_zero(peak)) * scale) * tl.load(row + 1)
+                if DENSE:
+                    weight = less_dense(weight, column, inside, at, draft_scale, draft_peak, draft_inverse, PROBS)
+                else:
+                    weight = less_listed(
+                        weight, column, ids, at, low, draft_scale, draft_peak, draft_inverse, num_ids, PROBS, BLOCK, IDS
+                    )
+            else:
+                peak = tl.max(logits, axis=0)
+                weight = tl.exp2((logits - finite_or_zero(peak)) * scale)
+                if not HAS_Q:  # a rejected one-hot draft leaves the rest of p
+                    weight = tl.where(column == token, 0.0, weight)
+            time, winner = race(weight, token_noise(low, seed, position, purpose, BLOCK), column)
+        tl.store(parts + part, peak)
+        tl.store(parts + num_parts + part, time)
+        tl.store(winners + part, winner)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + request, 1)
     if arrived < num_blocks - 1:
@@ -172,10 +174,10 @@ def emit_kernel(  # noqa: PLR0915 (one launch)
     tl.store(first_ptr + request, _NO_REJECTION)
     lane = tl.arange(0, WIDTH)
     tl.store(judge_arrived_ptr + lane * batch + request, tl.zeros([WIDTH], tl.int32), mask=lane < num_drafts)
-    peak, best, winner = earliest(parts, winners, num_blocks, scale, greedy, PARTS)
+    peak, best, winner = earliest(parts, winners, num_parts, scale, greedy, PARTS)
     if residual & (best == float("inf")):
         # Rounding left nothing of p above q: such a draft is as good as accepted, and p replaces it.
-        winner = race_again(logits_row, peak, scale, vocab_size, num_blocks, seed, position, purpose, winner, BLOCK)
+        winner = race_again(logits_row, peak, scale, vocab_size, num_parts, seed, position, purpose, winner, BLOCK)
     winner = tl.minimum(winner, vocab_size - 1)  # a row of NaN must not give an id outside the vocabulary
     write_results(
         draft, winner, peak, num_accepted, run, request, batch, num_drafts, vocab_size, flags_ptr,

@@ -25,7 +25,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def dense_prob(at, token, logsumexp_ptr, parts, num_blocks, part, known, scale, PROBS: tl.constexpr,
+def dense_prob(at, token, logsumexp_ptr, parts, num_parts, part, known, scale, PROBS: tl.constexpr,
                STORED: tl.constexpr):  # fmt: skip
     """q of a token in a row over the vocabulary; maximum and inverse sum that its logits are normalised with."""
     q, peak, inverse = tl.load(at + token).to(tl.float32), 0.0, 1.0
@@ -33,23 +33,23 @@ def dense_prob(at, token, logsumexp_ptr, parts, num_blocks, part, known, scale, 
         if STORED:
             peak = tl.load(logsumexp_ptr) * (_LOG2E / scale)
         else:
-            peak, mass = sum_whole(parts + 2 * num_blocks, parts + 3 * num_blocks, part, known, scale)
+            peak, mass = sum_whole(parts + 2 * num_parts, parts + 3 * num_parts, part, known, scale)
             inverse = 1.0 / mass
         q = tl.exp2((q - finite_or_zero(peak)) * scale) * inverse
     return q, peak, inverse
 
 
 @triton.jit
-def decide(token, token_logit, q, parts, num_blocks, part, known, scale, seed, position, greedy):
+def decide(token, token_logit, q, parts, num_parts, part, known, scale, seed, position, greedy):
     """Whether a draft is kept: at temperature 0 the lowest id of the largest logit, otherwise u q < p.
 
     Also the row's maximum and its inverse sum; at temperature 0, instead of that, p of the draft.
     """
-    peak, mass = sum_whole(parts, parts + num_blocks, part, known, scale)
+    peak, mass = sum_whole(parts, parts + num_parts, part, known, scale)
     inverse = 1.0 / mass
     if greedy:
         peaks = tl.load(parts + part, mask=known, other=float("-inf"), cache_modifier=".cg")
-        lowest = tl.load(parts + num_blocks + part, mask=known, other=0.0, cache_modifier=".cg")
+        lowest = tl.load(parts + num_parts + part, mask=known, other=0.0, cache_modifier=".cg")
         kept = tl.min(tl.where(known & (peaks == peak), lowest, float("inf")), axis=0) == token.to(tl.float32)
         inverse = tl.where(kept, 1.0, 0.0)
     else:
@@ -58,18 +58,29 @@ def decide(token, token_logit, q, parts, num_blocks, part, known, scale, seed, p
     return kept, peak, inverse
 
 
-@triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks", "logsumexp_stride", "early_exit"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "num_drafts",
+        "num_ids",
+        "num_parts",
+        "tiles",
+        "logsumexp_stride",
+        "early_exit",
+    ]
+)
 def judge_kernel(  # noqa: PLR0915 (one launch)
     logits_ptr, drafts_ptr, starts_ptr, positions_ptr, states_ptr, temperature_ptr, seeds_ptr,
     slots_ptr, values_ptr, ids_ptr, draft_temperature_ptr, logsumexp_ptr,
     first_ptr, arrived_ptr, parts_ptr, rows_ptr, flags_ptr,
-    batch, num_drafts, vocab_size, num_ids, num_blocks,
+    batch, num_drafts, vocab_size, num_ids, num_parts, tiles,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride, logsumexp_stride,
     early_exit,
     STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
     STORED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid K * B * parts of the vocabulary: the parts of a row run together, slot after slot."""
+    """Grid K * B * blocks of `tiles` parts of the vocabulary: the blocks of a row run together, slot after slot."""
+    num_blocks = tl.cdiv(num_parts, tiles)
     block, line = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     slot, request = line // batch, line % batch
     start = tl.load(starts_ptr + request).to(tl.int64)
@@ -87,20 +98,21 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
     logits_row = logits_ptr + (start + slot) * logits_stride
     place = keyed(slots_ptr, request, SLOTS)
     at = values_ptr + place * slot_stride + slot * position_stride
-    parts = parts_ptr + line.to(tl.int64) * 4 * num_blocks
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab_size
-    logits = load_logits(logits_row, column, inside)
-    if DENSE and not (PROBS or STORED):
-        draft_logits = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
-        draft_peak, draft_mass = sum_part(draft_logits, draft_scale)
-        tl.store(parts + 2 * num_blocks + block, draft_peak)
-        tl.store(parts + 3 * num_blocks + block, draft_mass)
-    peak, mass = sum_part(logits, scale)
-    if greedy:  # no sum is needed; a float32 holds ids up to 2**24
-        mass = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0).to(tl.float32)
-    tl.store(parts + block, peak)
-    tl.store(parts + num_blocks + block, mass)
+    parts = parts_ptr + line.to(tl.int64) * 4 * num_parts
+    for part in range(block * tiles, tl.minimum(block * tiles + tiles, num_parts)):
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        inside = column < vocab_size
+        logits = load_logits(logits_row, column, inside)
+        if DENSE and not (PROBS or STORED):
+            draft_logits = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
+            draft_peak, draft_mass = sum_part(draft_logits, draft_scale)
+            tl.store(parts + 2 * num_parts + part, draft_peak)
+            tl.store(parts + 3 * num_parts + part, draft_mass)
+        peak, mass = sum_part(logits, scale)
+        if greedy:  # no sum is needed; a float32 holds ids up to 2**24
+            mass = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0).to(tl.float32)
+        tl.store(parts + part, peak)
+        tl.store(parts + num_parts + part, mass)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr + line, 1)
     if arrived < num_blocks - 1:
@@ -108,20 +120,20 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
     token = tl.load(drafts_ptr + start + 1 + slot).to(tl.int64)
     token_logit = tl.load(logits_row + token).to(tl.float32)
     part = tl.arange(0, PARTS)
-    known = part < num_blocks
+    known = part < num_parts
     q, draft_peak, draft_inverse, undrawn = 1.0, 0.0, 1.0, 0
     if HAS_Q:
         if DENSE:
             stored_ptr = logsumexp_ptr + place * logsumexp_stride + slot
             q, draft_peak, draft_inverse = dense_prob(
-                at, token, stored_ptr, parts, num_blocks, part, known, draft_scale, PROBS, STORED
+                at, token, stored_ptr, parts, num_parts, part, known, draft_scale, PROBS, STORED
             )
         else:
             ids = ids_ptr + place * ids_stride + slot * ids_position_stride
             q, draft_peak, draft_inverse = sparse_prob(ids, at, token, draft_scale, num_ids, PROBS, IDS)
         undrawn = tl.where((q > 0.0) | greedy, 0, _UNDRAWN)
     seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + start + slot)
-    kept, peak, inverse = decide(token, token_logit, q, parts, num_blocks, part, known, scale, seed, position, greedy)
+    kept, peak, inverse = decide(token, token_logit, q, parts, num_parts, part, known, scale, seed, position, greedy)
     if not kept:
         tl.atomic_min(first_ptr + request, slot)
     row = rows_ptr + line * 4
@@ -132,11 +144,11 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
     tl.store(flags_ptr + line, undrawn | tl.where((peak > float("-inf")) & (peak < float("inf")), 0, _BAD_TARGET))
 
 
-@triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_blocks"])
+@triton.jit(do_not_specialize=["batch", "num_drafts", "num_ids", "num_parts"])
 def overlap_kernel(
     logits_ptr, drafts_ptr, starts_ptr, states_ptr, temperature_ptr,
     slots_ptr, values_ptr, ids_ptr, draft_temperature_ptr, rows_ptr, parts_ptr,
-    batch, num_drafts, vocab_size, num_ids, num_blocks,
+    batch, num_drafts, vocab_size, num_ids, num_parts,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
     STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
@@ -145,12 +157,12 @@ def overlap_kernel(
 
     Grid as there. A listed q, and a draft's own q of 1, are summed by the first block.
     """
-    block, line = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
+    block, line = tl.program_id(0) % num_parts, tl.program_id(0) // num_parts
     slot, request = line // batch, line % batch
     start = tl.load(starts_ptr + request).to(tl.int64)
     count = tl.load(starts_ptr + request + 1) - start - 1
     run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)[1]
-    out = parts_ptr + (request * num_drafts + slot).to(tl.int64) * num_blocks + block
+    out = parts_ptr + (request * num_drafts + slot).to(tl.int64) * num_parts + block
     if slot >= run:
         tl.store(out, float("nan"))
         return

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from dspark.kernels import rejection
-from dspark.kernels.rejection import Block, DraftLaw, Verified, Workspace, verify, verify_ref
+from dspark.kernels.rejection import Block, DraftLaw, Tile, Verified, Workspace, verify, verify_ref
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under `python -P`
 from rejection_cases import CASES, random_step, settled
@@ -212,23 +212,26 @@ def time_step(batch: int, vocab_size: int, flush: torch.Tensor, bandwidth: float
 
 def time_tiles(flush: torch.Tensor, vocab_size: int = 163840) -> list[dict]:
     """Dense steps with other tiles of the two launches."""
+    usual = {name: getattr(rejection, name) for name in ("JUDGE_TILE", "EMIT_TILE", "TILES_EACH")}
+    variants = [{}]
+    variants += [{"JUDGE_TILE": Tile(*tile)} for tile in ((4096, 4), (2048, 4), (8192, 8), (8192, 16))]
+    variants += [{"EMIT_TILE": Tile(*tile)} for tile in ((2048, 4), (1024, 4), (4096, 8), (2048, 8))]
+    variants += [{"TILES_EACH": ((0, each),)} for each in (1, 2, 4, 8)]
     records = []
-    usual = rejection.JUDGE_TILE, rejection.EMIT_TILE
-    variants = [(tile, usual[1]) for tile in ((2048, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16))]
-    variants += [(usual[0], tile) for tile in ((1024, 4), (1024, 2), (2048, 8), (4096, 8), (4096, 4))]
     for batch in (1, 16, 64, 256):
         block, draft = full_step(batch, vocab_size)
-        for rejection.JUDGE_TILE, rejection.EMIT_TILE in (usual, *variants):
+        for variant in variants:
+            for name, value in (usual | variant).items():
+                setattr(rejection, name, value)
             workspace, out = Workspace(batch, STEPS, vocab_size, DEVICE), Verified.empty(batch, STEPS, DEVICE)
 
             def ours(block=block, draft=draft, workspace=workspace, out=out) -> Verified:
                 return verify(block, DraftLaw(draft), STEPS, workspace=workspace, out=out)
 
             time = statistics.median(event_us(graph_of(ours), flush, 20))
-            tiles = {"judge": rejection.JUDGE_TILE, "emit": rejection.EMIT_TILE}
-            records.append({"vocab_size": vocab_size, "batch": batch, "tiles": tiles, "graph_us": time})
-            print(f"B={batch:3d} judge {rejection.JUDGE_TILE} emit {rejection.EMIT_TILE} {time:8.1f} us", flush=True)
-    rejection.JUDGE_TILE, rejection.EMIT_TILE = usual
+            changed = ", ".join(f"{name} {tuple(value)}" for name, value in variant.items()) or "as it is"
+            records.append({"vocab_size": vocab_size, "batch": batch, "changed": changed, "graph_us": time})
+            print(f"B={batch:3d} {time:8.1f} us   {changed}", flush=True)
     return records
 
 

@@ -19,8 +19,8 @@ REPEATS = 1 if DEVICE == "cpu" else 10
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(rejection, "JUDGE_TILE", (64, 4))
-    monkeypatch.setattr(rejection, "EMIT_TILE", (128, 4))
+    monkeypatch.setattr(rejection, "JUDGE_TILE", rejection.Tile(64, 4))
+    monkeypatch.setattr(rejection, "EMIT_TILE", rejection.Tile(128, 4))
 
 
 def run(case: Case, block: Block, law: DraftLaw, workspace: Workspace | None = None, **options) -> Verified:
@@ -77,6 +77,20 @@ def test_a_request_does_not_depend_on_its_batch(name):
         single = run(replace(case, counts=(3,)), *alone(block, law, request), overlap=True)
         assert same(single, Verified(*(x[request : request + 1] for x in vars(together).values())))
         assert torch.equal(single.overlap.nan_to_num(), together.overlap[request : request + 1].nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+def test_how_many_tiles_a_thread_block_takes_does_not_matter(name, monkeypatch):
+    """Bit for bit: the number depends on the size of the batch, which a request must not feel."""
+    case = replace(CASES[name], counts=(2, 1), vocab_size=300)
+    block, law = random_step(case, 7, DEVICE)
+    monkeypatch.setattr(rejection, "EMIT_TILE", rejection.Tile(64, 4))
+    usual = run(case, block, law, overlap=True)
+    for tiles in (2, 3, 8):
+        monkeypatch.setattr(rejection, "TILES_EACH", ((0, tiles),))
+        got = run(case, block, law, overlap=True)
+        assert same(got, usual)
+        assert torch.equal(got.overlap.nan_to_num(), usual.overlap.nan_to_num())
 
 
 def test_a_workspace_is_left_as_it_was_found_by_calls_of_any_size():

@@ -34,8 +34,8 @@ DRAWS = 30 if DEVICE == "cpu" else 200_000  # a draft
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(rejection, "JUDGE_TILE", (16, 1))
-    monkeypatch.setattr(rejection, "EMIT_TILE", (16, 1))
+    monkeypatch.setattr(rejection, "JUDGE_TILE", rejection.Tile(16, 1))
+    monkeypatch.setattr(rejection, "EMIT_TILE", rejection.Tile(16, 1))
 
 
 def run(block: Block, law: DraftLaw, num_draft_tokens: int) -> Verified:
