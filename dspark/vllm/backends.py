@@ -55,7 +55,7 @@ class EngineBackend:
         """
         check_installed()
         if not settings.draft_truncation:
-            raise ValueError("draft_truncation=False: inside vLLM drafts are always truncated as the target is")
+            raise ValueError("draft_truncation=False cannot be asked of vLLM; what its model runner does is recorded")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from pydantic import ValidationError
@@ -157,7 +157,11 @@ def _describe_engine(llm: Any, drafter: str | None, dtype: str) -> dict[str, Any
         described |= {"files_sha256": files_sha256(local_folder(drafter)), "dtype": dtype}
     return {
         "backend": _backend(f"vLLM {__version__} engine", __version__),
-        "options": {"num_draft_tokens": 0 if speculative is None else speculative.num_speculative_tokens},
+        "options": {
+            "num_draft_tokens": 0 if speculative is None else speculative.num_speculative_tokens,
+            # The V2 runner's drafts follow the temperature alone, whoever draws them.
+            "draft_truncation": not llm.llm_engine.vllm_config.use_v2_model_runner,
+        },
         "target": {
             "model_type": model.hf_config.model_type,
             "num_layers": model.get_total_num_hidden_layers(),
