@@ -280,7 +280,8 @@ class _Batch:
         confidence = draft.confidence_logits.double().sigmoid().cpu().numpy()
         limits = [min(limit, confidence.shape[1]) for limit in offered]
         lengths = self.schedule(confidence, limits)
-        assert all(0 <= length <= limit for length, limit in zip(lengths, limits, strict=True)), (lengths, limits)
+        wrong = [pair for pair in zip(lengths, limits, strict=True) if not 0 <= pair[0] <= pair[1]]
+        assert not wrong, f"schedule verifies {wrong[0][0]} drafts of a request that may verify {wrong[0][1]}"
         return lengths
 
     def _record(self, offered: list[int], draft: Draft | None, verified: Verification) -> list[_Event]:

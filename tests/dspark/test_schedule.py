@@ -248,6 +248,60 @@ def test_step_noise_is_a_requests_own_and_new_in_every_step():
     )
 
 
+class RowByRow(Schedule):
+    """A rule for one request, applied to each request of a batch."""
+
+    def __init__(self, rule):
+        self.rule = rule
+
+    def __call__(self, confidence, limits):
+        lengths = (self.rule(confidence[r : r + 1], [limit])[0] for r, limit in enumerate(limits))
+        return [min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_lossless"),
+    [
+        pytest.param(ThroughputSchedule(LOW_CLIFF, adaptive=False), True, id="columns"),
+        pytest.param(ThroughputSchedule(LOW_CLIFF, ragged=True, adaptive=False), True, id="rows"),
+        pytest.param(StaticThreshold(0.5), True, id="threshold"),
+        pytest.param(best_of_all_lengths(CLIFF), False, id="looks-ahead"),
+    ],
+)
+def test_the_counter_example_in_the_loop(rule, is_lossless):
+    """The rules in `generate`, with confidence after token 0 only: second and third token of 2000 requests against the
+    target's law, false alarm 1e-4; the rule that looks ahead must be found out.
+    """
+    target, drafter = pair_that_trusts_token_0()
+    p_value = p_value_of_generation(target, drafter, lambda: RowByRow(rule), num_requests=2000, batch_size=1000)
+    assert (p_value > 1e-4) if is_lossless else (p_value < 1e-4)
+
+
+def pair_that_trusts_token_0(vocab_size=4):
+    """Drafts are uniform, so that equal noise gives equal drafts; only token 0 is followed by confidence."""
+    target = tiny_target(vocab_size, spread=0.6)
+    drafter = tiny_drafter(drafter_config(vocab_size), target)
+    drafter.lm_head.weight.zero_()
+    drafter.markov_head.markov_w2.weight.zero_()
+    drafter.confidence_head.proj.weight.zero_()
+    drafter.confidence_head.proj.weight[0, -8:] = 50 * drafter.markov_head.markov_w1.weight[0]
+    return target, drafter
+
+
+def p_value_of_generation(target, drafter, make_schedule, num_requests=4000, batch_size=2000):
+    """Chi-square of the second and third token of many requests against the target's law."""
+    vocab_size, prompt = target.vocab_size, [1, 3, 0, 2, 2]
+    counts = torch.zeros(vocab_size, vocab_size)
+    for start in range(0, num_requests, batch_size):
+        params = [SamplingParams(temperature=1.0, seed=start + i, max_new_tokens=5) for i in range(batch_size)]
+        options = {"schedule": make_schedule(), "max_batch_size": batch_size}
+        for result in generate(target, drafter, [prompt] * batch_size, params, **options):
+            counts[tuple(result.token_ids[1:3])] += 1
+    expected = exact_law(target, prompt, vocab_size).view(vocab_size, -1).sum(0) * num_requests
+    assert expected.min() > 5
+    return stats.chisquare(counts.flatten().numpy(), expected.numpy()).pvalue
+
+
 class Remembers(Schedule):
     """Two drafts in the first step, whatever they are; in the second one where the third confidence of the first step
     was high, which was computed from draft 2. Allowed, as long as that draft's noise is not met again: where draft 1
@@ -273,23 +327,7 @@ def test_noise_of_drafts_behind_a_rejection_is_not_met_again(fresh, monkeypatch)
     """
     if not fresh:
         monkeypatch.setattr(dspark.loop, "step_streams", lambda streams, positions: streams)
-    vocab_size, num_requests, batch_size = 4, 4000, 2000
-    target = tiny_target(vocab_size, spread=0.6)
-    drafter = tiny_drafter(drafter_config(vocab_size), target)
-    drafter.lm_head.weight.zero_()  # drafts are uniform, so that equal noise gives equal drafts
-    drafter.markov_head.markov_w2.weight.zero_()
-    drafter.confidence_head.proj.weight.zero_()  # and only token 0 is followed by confidence
-    drafter.confidence_head.proj.weight[0, -8:] = 50 * drafter.markov_head.markov_w1.weight[0]
-    prompt = [1, 3, 0, 2, 2]
-    counts = torch.zeros(vocab_size, vocab_size)
-    for start in range(0, num_requests, batch_size):
-        params = [SamplingParams(temperature=1.0, seed=start + i, max_new_tokens=5) for i in range(batch_size)]
-        options = {"schedule": Remembers(), "max_batch_size": batch_size}
-        for result in generate(target, drafter, [prompt] * batch_size, params, **options):
-            counts[tuple(result.token_ids[1:3])] += 1
-    expected = exact_law(target, prompt, vocab_size).view(vocab_size, -1).sum(0) * num_requests
-    assert expected.min() > 10
-    p_value = stats.chisquare(counts.flatten().numpy(), expected.numpy()).pvalue
+    p_value = p_value_of_generation(*pair_that_trusts_token_0(), Remembers)
     assert (p_value > 1e-4) if fresh else (p_value < 1e-4)
 
 
