@@ -32,6 +32,9 @@ from dspark.sampling import SamplingParams
 from dspark.schedule import Schedule, StaticThreshold, ThroughputSchedule
 
 
+WARM_UP_TOKENS = 20
+
+
 class FirstRequestEnded(Exception):
     """The batch is about to shrink: what follows is another load."""
 
@@ -94,7 +97,7 @@ def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: a
             SamplingParams(
                 temperature=options.temperature,
                 seed=rng.getrandbits(63),
-                max_new_tokens=options.max_new_tokens,
+                max_new_tokens=options.max_new_tokens if repeat else WARM_UP_TOKENS,
                 ignore_eos=True,
             )
             for _ in prompts
@@ -136,8 +139,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-draft-tokens", nargs="+", type=int, default=[1, 2, 4, 8], help="the fixed numbers")
     parser.add_argument("--dataset", default="default")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cost", help="a table of `dspark profile`, made on this machine; default: profile first")
     parser.add_argument("--out", help="write all figures here (JSON)")
