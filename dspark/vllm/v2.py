@@ -65,8 +65,16 @@ class Speculator(DSparkSpeculator):
         if self.store is not None:
             self.chain = Chain(model, self.plan, self.store, adaptive=self.use_confidence_head)
             kernels = self.chain.description
-        path = self.draft_model_config.model
-        logger.info("%s", describe(self.plan, path=path, plugin=version("dspark"), vllm=vllm_version, kernels=kernels))
+        head = model.confidence_head
+        line = describe(
+            self.plan,
+            path=self.draft_model_config.model,
+            plugin=version("dspark"),
+            vllm=vllm_version,
+            kernels=kernels,
+            calibrated=head is not None and head.temperatures is not None,
+        )
+        logger.info("%s", line)
         return model
 
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:

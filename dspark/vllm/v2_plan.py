@@ -250,7 +250,7 @@ def _layer_problems(drafter: DrafterConfig) -> list[str]:
     ]
 
 
-def describe(plan: Plan, *, path: str, plugin: str, vllm: str, kernels: str) -> str:
+def describe(plan: Plan, *, path: str, plugin: str, vllm: str, kernels: str, calibrated: bool = False) -> str:
     """What runs and what does not, in one line.
 
     Args:
@@ -259,9 +259,11 @@ def describe(plan: Plan, *, path: str, plugin: str, vllm: str, kernels: str) -> 
         plugin: version of this package.
         vllm: version of vLLM.
         kernels: what the chain's kernels are made of, in words; empty if they do not run.
+        calibrated: whether confidences are.
     """
     drafter = plan.drafter
     markov = "none" if drafter.markov_kind == "none" else f"{drafter.markov_kind} (rank {drafter.markov_rank})"
+    confidence = drafter.confidence + (", calibrated" if calibrated else "")
     layout = "anchor-first" if drafter.anchor_first else "1+N"
     candidates = "whole vocabulary" if plan.topk is None else f"the {plan.topk} best base logits"
     q = "one-hot q" if not plan.probabilistic else ("sparse q" if plan.sparse else "dense q")
@@ -276,7 +278,7 @@ def describe(plan: Plan, *, path: str, plugin: str, vllm: str, kernels: str) -> 
         notes.append("vLLM counts a sliding window from each row, the trainer from the anchor")
     return (
         f"dspark {plugin} on vLLM {vllm}, V2 model runner: {drafter.family} drafter {path}; Markov head {markov},"
-        f" confidence head {drafter.confidence}; K={plan.num_draft_tokens} of {drafter.max_draft_tokens} trained,"
+        f" confidence head {confidence}; K={plan.num_draft_tokens} of {drafter.max_draft_tokens} trained,"
         f" {layout} layout; {drafting} drafting over {candidates}, {q}; chain: {chain}; verification: {verifier}"
         + "".join(f"; note: {note}" for note in notes)
     )

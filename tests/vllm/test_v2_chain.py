@@ -1,10 +1,16 @@
 """The V2 speculator drafts the very tokens of the library's drafter, from the q that it stores for verification."""
 
+import shutil
+
 import pytest
 import torch
 from v2_engine import Step, fill_buffers, load_speculator, make_config, one_process, without_v1_checks
 
 from dspark import load_drafter
+from dspark.checkpoint import check_files, stored_head_digest
+from dspark.confidence import CALIBRATION_FILE, ConfidenceCalibration, write_calibration
+from dspark.families import Findings
+from dspark.families.container import open_container
 from dspark.sampling import SamplingParams, SamplingTensors, Streams, draft_token
 from dspark.schedule import step_streams
 from dspark.vllm.v1 import served_target
@@ -37,8 +43,11 @@ def loaded(target, drafter, tmp_path, monkeypatch):
     without_v1_checks(monkeypatch)
     contexts = []
 
-    def make(changes, speculative, **options):
+    def make(changes, speculative, prepare=None, **options):
         path = drafter(changes.get("packaging", "deepspec"), **{k: v for k, v in changes.items() if k != "packaging"})
+        if prepare is not None:
+            path = shutil.copytree(path, tmp_path / "drafter")
+            prepare(path)
         config = make_config(target, path, speculative, **options)
         context = one_process(config, tmp_path / "store")
         context.__enter__()
@@ -134,10 +143,18 @@ def test_candidates_of_each_row(changes, loaded):
     assert speculator.store.logits is None
 
 
+def calibrate(folder):
+    """Put a calibration beside the drafter in `folder`."""
+    container = open_container(folder)
+    digest = stored_head_digest(check_files(container, None, None, Findings()).tensors)
+    write_calibration(folder / CALIBRATION_FILE, ConfidenceCalibration((0.5, 1.5, 2.0, 3.0), digest))
+
+
 def test_confidences_and_numbers_of_each_step(loaded):
-    """Adaptive verification reads probabilities, and drafts with numbers that no other step uses."""
+    """Adaptive verification reads calibrated probabilities, and drafts with numbers that no other step uses."""
     adaptive = {"draft_sample_method": "probabilistic", "enable_adaptive_verification": True}
-    speculator, library = loaded({}, adaptive)
+    speculator, library = loaded({}, adaptive, prepare=calibrate)
+    assert library.calibration is not None
     hidden = run(speculator)
     streams = step_streams(Streams(torch.tensor(STEP.seeds)), torch.tensor(STEP.anchor_positions))
     tokens, _, confidence = library_chain(library, hidden, STEP, streams=streams)
