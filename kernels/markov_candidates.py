@@ -26,6 +26,7 @@ from dspark.sampling.streams import Streams
 CANDIDATES = (16, 32, 64, 128, 256)
 GROUPS = (64, 32, 16)  # columns whose maximum is kept; k groups are looked at again
 MAX_COUNTED = 32768  # values of one selection: two counts share 32 bits
+PREFETCHED_BYTES = 16 << 20  # a third of the L2 cache of an H100
 GATHERED = 16384  # elements of W2 that a program gathers at a time
 
 
@@ -170,19 +171,29 @@ class CandidatesWorkspace:
         self.products = torch.zeros(batch, steps, size, device=device)
 
 
-def select_candidates(base: torch.Tensor, workspace: CandidatesWorkspace) -> None:
-    """The k largest columns of every position of base [B, K, D], into the workspace; same as `candidates_ref`."""
+def select_candidates(base: torch.Tensor, workspace: CandidatesWorkspace, weights: MarkovWeights | None = None) -> None:
+    """The k largest columns of every position of base [B, K, D], into the workspace; same as `candidates_ref`.
+
+    With `weights`, their rows of W1 and W2 go to the L2 cache, if they are few.
+    """
     batch, steps, columns = base.shape
     k, rows = workspace.k, batch * steps
     block = 4096 // workspace.group
+    w1, w2 = (None, None) if weights is None else (weights.w1, weights.w2)
+    w1_bytes = 0 if w1 is None else w1.shape[1] * w1.element_size()
+    w2_bytes = 0 if w2 is None else w2.shape[1] * w2.element_size()
+    prefetch = w1 is not None and w2 is not None and rows * k * (w1_bytes + w2_bytes) <= PREFETCHED_BYTES
+    ids = None if weights is None else weights.target_ids
     _group_maxima_kernel[(rows, triton.cdiv(workspace.num_groups, block))](
         base, workspace.maxima, steps, columns, workspace.num_groups, *base.stride()[:2],
         GROUP=workspace.group, BLOCK_N=block,
     )  # fmt: skip
     _select_kernel[(rows,)](
-        base, workspace.maxima, workspace.chosen, workspace.columns, workspace.values, steps, columns,
-        workspace.num_groups, *base.stride()[:2],
+        base, workspace.maxima, workspace.chosen, workspace.columns, workspace.values,
+        w1 if prefetch else base, bytes_of(w2) if prefetch and w2 is not None else base, base if ids is None else ids,
+        steps, columns, workspace.num_groups, *base.stride()[:2],
         K=k, GROUP=workspace.group, BLOCK_N=workspace.block_n, BITS=16 if base.dtype == torch.bfloat16 else 32,
+        REDUCED=ids is not None, W1_BYTES=w1_bytes if prefetch else 0, W2_BYTES=w2_bytes if prefetch else 0,
         num_warps=8,
     )  # fmt: skip
 
@@ -216,7 +227,7 @@ def candidates_chain(
     """
     if tuple(base.shape) != workspace.shape or base.stride(-1) != 1:
         raise ValueError(f"base must be {workspace.shape} with contiguous rows, got {tuple(base.shape)}")
-    select_candidates(base, workspace)
+    select_candidates(base, workspace, weights)
     state = initial_state(weights, requests)
     if state is not None:
         workspace.state.copy_(state)

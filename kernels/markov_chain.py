@@ -52,9 +52,10 @@ class DensePlan:
             raise ValueError(f"a {weights.kind} head has no persistent form: its features cost a matrix product")
         limit = num_programs or device_programs(base.device)
         block_r = triton.next_power_of_2(max(weights.rank, 16))
-        block_g = max(min(TILE_ELEMENTS // 4 // block_r, 32), 4)
+        wide = 2 if weights.w1 is not None and weights.w1.element_size() > 2 else 1
+        block_g = max(min(TILE_ELEMENTS // wide // 4 // block_r, 32), 4)
         num_tiles = triton.cdiv(columns, 4 * block_g)
-        block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B, max(FEATURE_ELEMENTS // block_r, 16))
+        block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B, max(FEATURE_ELEMENTS // wide // block_r, 16))
         num_blocks = triton.cdiv(batch, block_b)
         parts = max(min(num_tiles, limit // num_blocks), 1)
         held = triton.next_power_of_2(triton.cdiv(columns, parts))
@@ -71,16 +72,18 @@ class DensePlan:
             num_tiles=num_tiles,
             num_parts=parts,
             held=held,
-            stages=_stages(block_b, block_r, block_g, weights.w2_scale is not None),
+            stages=_stages(weights, block_b, block_r, 4 * block_g * block_r),
             num_warps=8 if block_b <= 16 else 16,
         )
 
 
-def _stages(block_b: int, block_r: int, block_g: int, fp8: bool) -> int:
+def _stages(weights: MarkovWeights, block_b: int, block_r: int, tile: int) -> int:
     """Tiles of W2 in flight: what shared memory holds beside the features and a decoded 8-bit tile, at most four."""
-    tile = 4 * block_g * block_r
-    others = 2 * max(block_b, 16) * block_r + (2 * tile if fp8 else 0)
-    return min(max((SHARED_BYTES - others) // (tile if fp8 else 2 * tile), 1), 4)
+    if weights.w1 is None or weights.w2 is None:
+        return 3  # of the base logits
+    size = weights.w1.element_size()
+    others = size * max(block_b, 16) * block_r + (2 * tile if weights.w2_scale is not None else 0)
+    return min(max((SHARED_BYTES - others) // (tile * weights.w2.element_size()), 1), 4)
 
 
 def device_programs(device: torch.device) -> int:
@@ -263,6 +266,7 @@ def _race_arguments(weights: MarkovWeights, base: torch.Tensor, out: ChainOutput
         "BLOCK_B": plan.block_b,
         "BLOCK_G": plan.block_g,
         "STRIDE": plan.stride,
+        "STAGES": plan.stages,
         "num_warps": plan.num_warps,
     }
 
@@ -360,7 +364,7 @@ def _launch_persistent(
         "launch_cooperative_grid": True,
     }
     if plan.held:
-        unused = ("WHOLE", "PACKED", "HAS_HEAD", "BLOCK_G", "STRIDE")
+        unused = ("WHOLE", "PACKED", "HAS_HEAD", "BLOCK_G", "STRIDE", "STAGES")
         _held_chain_kernel[(plan.num_parts,)](
             *tensors, len(base), base.shape[-1], plan.num_parts, *sizes, HELD=plan.held,
             **common, **{name: value for name, value in race.items() if name not in unused},
@@ -368,5 +372,5 @@ def _launch_persistent(
     else:
         _chain_kernel[(plan.num_parts * plan.num_blocks,)](
             *tensors, len(base), base.shape[-1], plan.num_tiles, plan.num_parts, *sizes,
-            POLLED_ROWS=min(plan.block_b, 16), STAGES=plan.stages, **common, **race,
+            POLLED_ROWS=min(plan.block_b, 16), **common, **race,
         )  # fmt: skip

@@ -87,10 +87,10 @@ def race_tile(  # noqa: PLR0915 - four columns at a time
         a, b, c, d = low_half(low), high_half(low), low_half(high), high_half(high)
     last = num_columns - group * 4
     if REDUCED:
-        i0 = tl.load(ids_ptr + group * 4, mask=last > 0, other=0)
-        i1 = tl.load(ids_ptr + group * 4 + 1, mask=last > 1, other=0)
-        i2 = tl.load(ids_ptr + group * 4 + 2, mask=last > 2, other=0)
-        i3 = tl.load(ids_ptr + group * 4 + 3, mask=last > 3, other=0)
+        i0 = tl.load(ids_ptr + group * 4, mask=last > 0, other=0).to(tl.int32)
+        i1 = tl.load(ids_ptr + group * 4 + 1, mask=last > 1, other=0).to(tl.int32)
+        i2 = tl.load(ids_ptr + group * 4 + 2, mask=last > 2, other=0).to(tl.int32)
+        i3 = tl.load(ids_ptr + group * 4 + 3, mask=last > 3, other=0).to(tl.int32)
     else:
         i0, i1, i2, i3 = group * 4, group * 4 + 1, group * 4 + 2, group * 4 + 3
     if STORED and SCATTERED:
@@ -152,16 +152,17 @@ def race_columns(
     token = column
     if REDUCED:
         token = tl.load(ids_ptr + column, mask=own, other=0).to(tl.int32)
-    if STORED:
-        at = token if SCATTERED else column
-        tl.store(cache_ptr + cache_row[:, None] + at[None, :], logits, mask=live[:, None] & own[None, :])
     x = tl.where(own[None, :], logits * scale[:, None], float("-inf"))
     key = x
     if any_noise:
         key = x - noisy[:, None] * noise_of_id(
             token[None, :], position[:, None], key_low[:, None], key_high[:, None], 0
         )
-    return x, tl.max(race_word(key, token[None, :]), axis=1)
+    word = tl.max(race_word(key, token[None, :]), axis=1)
+    if STORED:
+        at = token if SCATTERED else column
+        tl.store(cache_ptr + cache_row[:, None] + at[None, :], logits, mask=live[:, None] & own[None, :])
+    return x, word
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def _step_kernel(
     HAS_ROWS: tl.constexpr, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr,
     SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr,
     HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One step of the race, from features [B, RANK]; words and masses are [num_parts, B]."""
     part, row = tl.program_id(0), tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -203,7 +204,7 @@ def _step_kernel(
     carry = empty_carry(BLOCK_B, BLOCK_G)
     backward = step % 2 == 1
     rounds = tl.cdiv(num_tiles - part, num_parts)
-    for i in range(rounds):
+    for i in tl.range(rounds, num_stages=STAGES):
         tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
         weight = 0
         if HAS_HEAD:

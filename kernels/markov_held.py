@@ -2,13 +2,13 @@
 
 W2 of 49152 tokens and rank 64 is 6.3 MB, 48 KB for each of 132 multiprocessors. What is left of a step is one row of
 W1, the products, the race and the exchange of `dspark.kernels.markov_persistent`, none of which is limited by memory,
-so that latency decides: the base logits of the next step are on their way before the words are.
+so that latency decides.
 """
 
 from dspark.kernels import tl, triton
 from dspark.kernels.markov_dense import race_columns, request_rows
 from dspark.kernels.markov_device import bias_of, fast_exp2, fast_log2, feature_rows, read_weight
-from dspark.kernels.markov_persistent import exchanged, own_confidences
+from dspark.kernels.markov_persistent import joined, own_confidences, publish, slot_of
 
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
 
@@ -79,13 +79,16 @@ def _held_chain_kernel(
             base.to(tl.float32), bias, column, own, rows, cache_ptr, ids_ptr, logit_scale, any_noise,
             REDUCED, SCALED, SCATTERED, CACHE, STORED,
         )  # fmt: skip
+        tag, start = slot_of(step, epoch, 0, num_parts, 1, BLOCK_B)
+        publish(word, words_ptr + start, part, tag, BLOCK_B)
         following = tl.minimum(step + 1, STEPS - 1)
         base = tl.load(base_at + following * base_step, mask=live[:, None] & own[None, :], other=0.0)
         peak = tl.maximum(tl.max(x, axis=1), _LOWEST)
         mass = peak + fast_log2(tl.maximum(tl.sum(fast_exp2(x - peak[:, None]), axis=1), 1e-37))
-        token = exchanged(
-            word, tl.where(noisy > 0.0, mass, peak), token, part, 0, step, epoch, live, w1_ptr, words_ptr, masses_ptr,
-            scratch_ptr, tokens_ptr, lse_ptr, confidence_ptr, confidence_weight_ptr, temperature_ptr, cache_rows_ptr,
-            batch, num_parts, hidden_size, HAS_ROWS, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, BLOCK_B, 1,
+        token = joined(
+            tl.where(noisy > 0.0, mass, peak), token, part, 0, step, epoch, tag, live, w1_ptr, words_ptr + start,
+            masses_ptr, scratch_ptr, tokens_ptr, lse_ptr, confidence_ptr, confidence_weight_ptr, temperature_ptr,
+            cache_rows_ptr, batch, num_parts, hidden_size,
+            HAS_ROWS, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, BLOCK_B,
         )  # fmt: skip
     tl.store(epochs_ptr + part, epoch + STEPS)

@@ -101,25 +101,34 @@ def own_confidences(
 
 
 @triton.jit
-def exchanged(
-    word, mass, previous, part, first_row, step, epoch, live, w1_ptr, words_ptr, masses_ptr, scratch_ptr,
+def slot_of(step, epoch, first_row, num_parts, blocks, BLOCK_B: tl.constexpr):
+    """Tag of a step, int64, and where its words begin for a block of rows."""
+    tag = (tl.zeros([], tl.int64) + epoch + step) & 255
+    return tag, (((epoch + step) & 1) * blocks + first_row // BLOCK_B) * num_parts * BLOCK_B
+
+
+@triton.jit
+def publish(word, words_ptr, part, tag, BLOCK_B: tl.constexpr):
+    """This program's race words [BLOCK_B] of a step: the first thing to do once they are known."""
+    tl.atomic_xchg(words_ptr + part * BLOCK_B + tl.arange(0, BLOCK_B), word | tag, sem="relaxed")
+
+
+@triton.jit
+def joined(
+    mass, previous, part, first_row, step, epoch, tag, live, w1_ptr, words_ptr, masses_ptr, scratch_ptr,
     tokens_ptr, lse_ptr, confidence_ptr, confidence_weight_ptr, temperature_ptr, cache_rows_ptr,
     batch, num_parts, hidden_size, HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, CONFIDENCE: tl.constexpr,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
-    BLOCKS,
 ):  # fmt: skip
-    """Publish this program's race words and log2 masses [BLOCK_B] of a step, and return everyone's tokens [BLOCK_B].
+    """Everyone's tokens [BLOCK_B] of a step, after this program's words of it are published.
 
-    Whatever no token depends on is done while the words travel: the share of the previous token in the confidence,
-    and the normalisers of the step before.
+    Whatever no token depends on is done while the words travel: this program's log2 masses [BLOCK_B], the share of the
+    previous tokens in the confidence, and the normalisers of the step before.
     """
     local, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
     row = first_row + local
     slot = num_parts * BLOCK_B  # of one step and block
-    tag = (tl.zeros([], tl.int64) + epoch + step) & 255
-    words_ptr += (((epoch + step) & 1) * BLOCKS + first_row // BLOCK_B) * slot
     masses_ptr += first_row // BLOCK_B * STEPS * slot
-    tl.atomic_xchg(words_ptr + part * BLOCK_B + local, word | tag, sem="relaxed")
     packed = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag
     tl.atomic_xchg(masses_ptr + step * slot + part * BLOCK_B + local, packed, sem="relaxed")
     if CONFIDENCE == "hidden+markov":
@@ -133,8 +142,8 @@ def exchanged(
             tl.store(at, logit, mask=mine)
     if step > 0:
         _join_masses(
-            masses_ptr + (step - 1) * slot, first_row, (tl.zeros([], tl.int64) + epoch + step - 1) & 255, part, step - 1,
-            lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, HAS_ROWS, STEPS, BLOCK_V, BLOCK_B,
+            masses_ptr + (step - 1) * slot, first_row, (tl.zeros([], tl.int64) + epoch + step - 1) & 255, part,
+            step - 1, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, HAS_ROWS, STEPS, BLOCK_V, BLOCK_B,
         )  # fmt: skip
     token = _winners(words_ptr, first_row, tag, scratch_ptr, batch, num_parts, BLOCK_V, BLOCK_B, ROWS)
     tl.store(tokens_ptr + row * STEPS + step, token.to(tl.int64), mask=live & (local % num_parts == part))
@@ -197,11 +206,12 @@ def _chain_kernel(
                 num_columns, logit_scale, any_noise,
                 REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
             )  # fmt: skip
-        token = exchanged(
-            carried_word(carry), carried_mass(carry, noisy), token, part, first_row, step, epoch, live, w1_ptr,
-            words_ptr, masses_ptr, scratch_ptr + program * BLOCK_B, tokens_ptr, lse_ptr, confidence_ptr,
+        tag, start = slot_of(step, epoch, first_row, num_parts, tl.num_programs(0) // num_parts, BLOCK_B)
+        publish(carried_word(carry), words_ptr + start, part, tag, BLOCK_B)
+        token = joined(
+            carried_mass(carry, noisy), token, part, first_row, step, epoch, tag, live, w1_ptr,
+            words_ptr + start, masses_ptr, scratch_ptr + program * BLOCK_B, tokens_ptr, lse_ptr, confidence_ptr,
             confidence_weight_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, hidden_size,
             HAS_ROWS, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
-            tl.num_programs(0) // num_parts,
         )  # fmt: skip
     tl.store(epochs_ptr + program, epoch + STEPS)

@@ -13,6 +13,7 @@ Both k-th largest values are found bit by bit from above: a bit stays if at leas
 
 from dspark.kernels import tl, triton
 from dspark.kernels.markov_device import (
+    INTERPRETED,
     joined_log2_mass,
     noise_of_id,
     race_winner,
@@ -23,7 +24,7 @@ from dspark.kernels.markov_device import (
 )
 from dspark.kernels.markov_features import request_features, token_confidence
 
-_LN2 = tl.constexpr(0.6931471805599453)
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -67,9 +68,22 @@ def _group_maxima_kernel(
 
 
 @triton.jit
+def _prefetch_rows(matrix_ptr, row, BYTES: tl.constexpr):
+    """Bring rows [n] of BYTES each into the L2 cache: one of them will be read, and what is read next waits for it."""
+    if not _INTERPRETED:
+        at = matrix_ptr.to(tl.int64) + row * BYTES
+        for offset in tl.static_range(0, BYTES, 128):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at + offset], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
+@triton.jit
 def _select_kernel(
-    base_ptr, maxima_ptr, chosen_ptr, columns_ptr, values_ptr, steps, num_columns, num_groups, base_stride, base_step,
-    K: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr,
+    base_ptr, maxima_ptr, chosen_ptr, columns_ptr, values_ptr, w1_ptr, w2_ptr, ids_ptr,
+    steps, num_columns, num_groups, base_stride, base_step,
+    K: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, REDUCED: tl.constexpr,
+    W1_BYTES: tl.constexpr, W2_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Columns [B * K, k] int32, ascending, and their values float32; `chosen` [B * K, k] is scratch."""
     position = tl.program_id(0).to(tl.int64)
@@ -86,6 +100,13 @@ def _select_kernel(
     taken, place = _places(value, K, BITS)
     tl.store(columns_ptr + position * K + place, column, mask=taken)
     tl.store(values_ptr + position * K + place, value, mask=taken)
+    if W1_BYTES > 0:
+        tl.debug_barrier()
+        column = tl.load(columns_ptr + position * K + tl.arange(0, K)).to(tl.int64)
+        _prefetch_rows(w2_ptr, column, W2_BYTES)
+        if REDUCED:
+            column = tl.load(ids_ptr + column)
+        _prefetch_rows(w1_ptr, column, W1_BYTES)
 
 
 @triton.jit

@@ -250,9 +250,9 @@ def compile_one(job: tuple[int, int, int, str]) -> None:
 
 
 def compile_all(cases: list[tuple[int, int, int]], modes: list[str], processes: int) -> None:
-    """Compile in parallel: each kernel takes seconds on one core."""
+    """Compile in parallel: each kernel takes seconds on one core. CUDA must not have been used yet in this process."""
     jobs = [(b, v, r, m) for m in modes if m != "vllm" for b, v, r in cases]
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
         pool.map(compile_one, jobs, chunksize=1)
 
 
