@@ -108,6 +108,14 @@ def log2_fast(x):
 
 
 @triton.jit
+def reciprocal_fast(x):
+    """1 / x for x >= 0 to 2**-23, one instruction; infinite for 0, and for what is not normal."""
+    if _INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def token_noise(first_id, seed, position, purpose, BLOCK: tl.constexpr):
     """Unit exponentials [BLOCK] of the tokens from `first_id`, a multiple of 4, on: one Philox call for four of them.
 
@@ -124,7 +132,7 @@ def token_noise(first_id, seed, position, purpose, BLOCK: tl.constexpr):
         zero + (seed >> 32).to(tl.uint32),
     )
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
-    u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    u = tl.minimum(words.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
     tail = 1 / 7 + u * (1 / 8 + u * (1 / 9 + u * (1 / 10)))
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6 + u * tail))))))
     return tl.where(u < 0.25, series, -_LN2 * log2_fast(1.0 - u))
@@ -133,7 +141,7 @@ def token_noise(first_id, seed, position, purpose, BLOCK: tl.constexpr):
 @triton.jit
 def race(weight, noise, column):
     """Earliest time noise / weight and the lowest column that has it; infinite where no weight is positive."""
-    times = tl.where(weight > 0.0, noise / weight, float("inf"))
+    times = noise * reciprocal_fast(tl.maximum(weight, 0.0))
     best = tl.min(times, axis=0)
     return best, tl.min(tl.where(times == best, column, _NO_REJECTION), axis=0)
 

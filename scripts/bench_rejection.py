@@ -32,7 +32,7 @@ VOCABULARIES = (49152, 151936, 163840)
 BATCHES = (1, 4, 16, 64, 256)
 LISTED = 64
 DEVICE = "cuda"
-JOBS = 8  # processes that check
+JOBS = 12  # processes that check
 
 
 def event_us(function: Callable[[], object], flush: torch.Tensor, repeats: int = 50) -> list[float]:
@@ -160,6 +160,7 @@ def check_small(name: str) -> list[dict]:
 
 def check_full(vocab_size: int) -> list[dict]:
     """Steps of full size, every form of q."""
+    torch.manual_seed(vocab_size)
     block, draft = full_step(16, vocab_size)
     forms = laws_of(block, draft).items()
     return [check(f"{form} V={vocab_size}", own, law, STEPS) for form, (own, law) in forms]
