@@ -145,7 +145,7 @@ class Chain:
             tokens=tokens,
             lse=torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device),
             confidence=confidence,
-            cache=torch.empty_like(base) if store.logits is None else store.logits,
+            cache=store.logits,
         )
         if self.uses_kernels:
             dense_chain(self.weights, base, hidden, requests, out, self._workspace(base))
@@ -179,11 +179,8 @@ class Chain:
 
     def _requests(self, step: StepInputs) -> ChainRequests:
         rows = step.rows
-        slots = rows.slots
-        if self.plan.topk is None and self.store.logits is None:  # scratch memory, row by row
-            slots = torch.where(slots < 0, -1, torch.arange(len(slots), device=slots.device))
         state = None if step.lead is None else self._state_after_lead(rows.anchors, step.lead)
-        return ChainRequests(rows.anchors, rows.positions, rows.seeds, rows.temperature, slots, state)
+        return ChainRequests(rows.anchors, rows.positions, rows.seeds, rows.temperature, rows.slots, state)
 
     def _state_after_lead(self, anchors: torch.Tensor, lead: torch.Tensor) -> torch.Tensor | None:
         """[R, rank] float32: a recurrent head has stepped on row 0, which only re-states the anchor, in training."""
