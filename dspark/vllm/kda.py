@@ -81,7 +81,15 @@ class ReplayMetadataBuilder(KimiK3KDAMetadataBuilder):
     def _get_recoverssm_context(self) -> "ReplayCommit":
         if self.recoverssm_context is None:
             layers = self.vllm_config.compilation_config.static_forward_context
-            self.recoverssm_context = ReplayCommit({name: layers[name] for name in self.layer_names}, self.step)
+            context = ReplayCommit({name: layers[name] for name in self.layer_names}, self.step)
+            context.warm_up(self.kv_cache_spec.block_size if self.kv_cache_spec.mamba_cache_mode == "align" else None)
+            logger.info_once(
+                "dspark: %d KDA layers replay with its own kernels, up to %d requests and %d tokens of each in a step",
+                sum(getattr(layer, "replays", False) for layer in layers.values()),
+                self.step.max_rows,
+                context.window,
+            )
+            self.recoverssm_context = context
         return self.recoverssm_context
 
 
@@ -94,7 +102,7 @@ class ReplayBackend(KimiK3KDAAttentionBackend):
 
 
 class ReplayCommit:
-    """Fold what a step keeps into state and history of all layers of a group: four launches a step, none waits."""
+    """Fold what a step keeps into state and history of all layers of a group: three launches a step, none waits."""
 
     def __init__(self, layers: dict[str, Any], step: StepRows) -> None:
         """`layers`: the group's layers by name, their caches bound."""
@@ -105,12 +113,17 @@ class ReplayCommit:
         self.window = first.spec_query_len
         self.table = LayerTable([state for state, _ in self.states.values()])
         self.conv = ConvTable([pages for _, pages in self.states.values()], first.conv_size)
-        logger.info_once(
-            "dspark: ReplaySSM of %d KDA layers by its own kernels, for up to %d requests and %d tokens a step",
-            len(layers),
-            step.max_rows,
-            self.window,
-        )
+
+    def warm_up(self, block_size: int | None) -> None:
+        """Compile what a commit launches, by rows that keep nothing: else the first step of the first request would.
+
+        Args:
+            block_size: tokens of a block in align mode, else None.
+        """
+        nothing = torch.zeros(1, dtype=torch.int32, device=self.table.offsets.device)
+        blocks = () if block_size is None else (nothing[None], nothing, block_size)
+        for requests in (None, nothing):
+            self.commit(nothing, nothing, torch.zeros(2, dtype=torch.int32, device=nothing.device), requests, *blocks)
 
     def commit(
         self,

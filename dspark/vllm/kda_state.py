@@ -90,8 +90,8 @@ def commit_plan_ref(
     return CommitPlan(rows, counts, destinations, boundary)
 
 
-# The number of rows changes from step to step; a launch must not compile for it.
-@triton.jit(do_not_specialize=["count"])
+# The number of rows and their spacing change from step to step; a launch must not compile for them.
+@triton.jit(do_not_specialize=["count", "stride"])
 def _verify_rows_kernel(
     state_indices_ptr, starts_ptr, slots_ptr, num_rows_ptr, first_ptr, count, stride, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _slot_of(table_ptr, request, position, wanted, row_stride, column_stride, bl
     return tl.where(slot > 0, slot, -1)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "state_stride", "row_stride", "column_stride", "block_size", "width"])
 def _commit_plan_kernel(  # noqa: PLR0913 (pointers, sizes and strides)
     accepted_ptr, state_indices_ptr, starts_ptr, requests_ptr, table_ptr, computed_ptr,
     slots_ptr, counts_ptr, into_ptr, boundary_ptr, distance_ptr,
