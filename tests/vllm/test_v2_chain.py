@@ -173,3 +173,38 @@ def test_a_requests_drafts_do_not_depend_on_its_neighbours(loaded):
     fill_buffers(speculator, alone)
     speculator._sample_sequential(1, hidden[rows : 2 * rows])
     assert speculator.draft_tokens[0].tolist() == together
+
+
+def gathered(logits, shards, tie):
+    """Logits as tensor-parallel ranks gather them: slices of the padded vocabulary, with garbage in the padding."""
+    vocab = logits.shape[-1]
+    width = -(-vocab // (64 * shards)) * 64
+    padded = torch.full((*logits.shape[:-1], shards * width), 1e4)
+    padded[..., :vocab] = logits
+    if tie is not None:
+        padded[..., list(tie)] = 50.0
+    return torch.cat([padded[..., rank * width : (rank + 1) * width].clone() for rank in range(shards)], dim=-1)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("changes", [HEADS[0], HEADS[1]])
+def test_every_rank_drafts_from_gathered_shards_what_one_gpu_drafts(changes, shards, loaded, monkeypatch):
+    speculator, _ = loaded(changes, {"draft_sample_method": "probabilistic"})
+    run(speculator)
+    alone = speculator.draft_tokens.clone()
+    whole = speculator.model.compute_draft_logits
+    monkeypatch.setattr(speculator.model, "compute_draft_logits", lambda hidden: gathered(whole(hidden), shards, None))
+    for _rank in range(shards):
+        run(speculator)
+        assert torch.equal(speculator.draft_tokens, alone)
+
+
+@pytest.mark.parametrize("tie", [(127, 128), (63, 64), (2, 200)])
+def test_of_equal_logits_in_two_shards_the_lower_id_is_drafted(tie, loaded, monkeypatch):
+    changes = {"markov_rank": 0, "confidence_head_with_markov": False}  # a bias would break the tie
+    speculator, _ = loaded(changes, {"draft_sample_method": "probabilistic"})
+    whole = speculator.model.compute_draft_logits
+    monkeypatch.setattr(speculator.model, "compute_draft_logits", lambda hidden: gathered(whole(hidden), 4, tie))
+    run(speculator)
+    assert (speculator.draft_tokens[0] == tie[0]).all(), "request 0 is greedy"
+    assert torch.isin(speculator.draft_tokens[1:3], torch.tensor(tie)).all()
