@@ -7,13 +7,20 @@ For each head: does the engine start, does its greedy output equal that of the s
 many tokens does a step give? vLLM's own DSpark knows the vanilla head only; what it does with the others is printed as
 it is. The target's next token depends mostly on the last one, and the heads hold a low-rank copy of that dependence,
 each behind its own gate or recurrence: computed wrongly, its drafts are rejected. Weights are random, seeds fixed.
+
+And the law: LAW_REQUESTS requests of one prompt at temperature 1, each with its own seed. For each of their tokens the
+counts are compared with those of plain decoding, by a chi-square statistic turned into standard errors (Wilson and
+Hilferty); above MAX_Z is a failure, which happens by chance about once in 30000. "+topk" drafts from the 16 best base
+logits of each row, "+fp8" with W2 in 8 bits: both change q, and may not change the law.
 """
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +30,13 @@ import torch
 HEADS = ("vanilla", "gated", "rnn", "none", "rnn-1+N", "gated-reduced")
 VOCAB, HIDDEN, LAYERS, RANK, BLOCK = 512, 128, 6, 128, 6
 NUM_DRAFTS, NUM_TOKENS = 5, 64
+VARIANTS: dict[str, dict[str, Any]] = {
+    "topk": {"speculative_config": {"dspark_draft_topk": 16}},
+    "fp8": {"additional_config": {"dspark": {"w2": "fp8"}}},
+}
+LAW_REQUESTS, LAW_TOKENS, LAW_PROMPT = 6000, 5, [7, 11, 13, 17]
+FEW = 40  # tokens seen less often in both samples together are counted as one
+MAX_Z = 4.0
 PROMPTS = [[5 + i, 20, 30 + i] * (1 + 3 * i) for i in range(7)]
 REFUSALS = (ValueError, TypeError, RuntimeError, AssertionError, AttributeError, KeyError, IndexError)
 
@@ -210,20 +224,23 @@ def serve_one(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"enforce_eager": not args.graphs}
     if args.graphs:  # as much as is needed to run in graphs, and no torch.compile, which takes most of a start
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    if args.engine != "plain":
+    head, _, variant = args.engine.partition("+")
+    if head != "plain":
         options["speculative_config"] = {
             "method": "dspark",
-            "model": str(args.folder / args.engine),
+            "model": str(args.folder / head),
             "num_speculative_tokens": NUM_DRAFTS,
             "draft_sample_method": "probabilistic",
             "rejection_sample_method": "standard",
         }
+    for name, value in VARIANTS.get(variant, {}).items():
+        options[name] = options.get(name, {}) | value
     llm = LLM(
         model=str(args.folder / "target"),
         skip_tokenizer_init=True,
         dtype=args.dtype,
         max_model_len=512,
-        max_num_seqs=16,
+        max_num_seqs=64,
         **ENGINE_OPTIONS,
         **options,
     )
@@ -236,7 +253,31 @@ def serve_one(args: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_step": per_step,
             "alone_as_in_the_batch": alone[0] == tokens[2],
         }
+    many, _ = generate(llm, [LAW_PROMPT] * LAW_REQUESTS, 1.0, LAW_TOKENS, first_seed=10000)
+    result["law"] = [Counter(tokens[place] for tokens in many) for place in range(LAW_TOKENS)]
     return result
+
+
+def distance(left: dict[str, int], right: dict[str, int]) -> float:
+    """Standard errors between two samples of one law, from counts of tokens.
+
+    The chi-square statistic of the two rows of counts, tokens seen less than FEW times taken together, as the number
+    of a normal distribution of the same tail (Wilson and Hilferty 1931).
+    """
+    seen = Counter(left) + Counter(right)
+    bins = [[token] for token, count in seen.items() if count >= FEW]
+    rest = [token for token, count in seen.items() if count < FEW]
+    if sum(seen[token] for token in rest) >= FEW:
+        bins.append(rest)
+    rows = [[sum(each.get(token, 0) for token in tokens) for tokens in bins] for each in (left, right)]
+    totals = [sum(row) for row in rows]
+    statistic = 0.0
+    for row, total in zip(rows, totals, strict=True):
+        for index, count in enumerate(row):
+            expected = total * (rows[0][index] + rows[1][index]) / sum(totals)
+            statistic += (count - expected) ** 2 / expected
+    freedom = max(len(bins) - 1, 1)
+    return ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
 
 
 def compare(runs: Sequence[dict[str, Any]]) -> str:
@@ -245,19 +286,21 @@ def compare(runs: Sequence[dict[str, Any]]) -> str:
     if "error" in plain:
         return f"the plain engine failed: {plain['error']}"
     lines = [
-        "| head | plug-in | graphs | greedy equals plain | tokens a step, T=0 | T=1 | seeded alone as in a batch |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| head | plug-in | graphs | greedy equals plain | tokens a step, T=0 | T=1 | seeded alone as in batch | law |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for run in runs:
         if run["head"] == "plain":
             continue
         if "error" in run:
-            cells = [f"does not run: {run['error']}", "", "", ""]
+            cells = [f"does not run: {run['error']}", "", "", "", ""]
         else:
             greedy, sampled = run["T=0"], run["T=1"]
             same = [a == b for a, b in zip(greedy["tokens"], plain["T=0"]["tokens"], strict=True)]
             steps = [f"{each['tokens_per_step']:.2f}" for each in (greedy, sampled)]
-            cells = [f"{sum(same)} of {len(same)}", *steps, str(sampled["alone_as_in_the_batch"])]
+            far = [distance(a, b) for a, b in zip(run["law"], plain["law"], strict=True)]
+            law = f"{'OK' if max(far) < MAX_Z else 'FAILED'} ({max(far):.1f})"
+            cells = [f"{sum(same)} of {len(same)}", *steps, str(sampled["alone_as_in_the_batch"]), law]
         lines.append(f"| {run['head']} | {run['plugin']} | {run['graphs']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -267,6 +310,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--heads", default=",".join(HEADS))
     parser.add_argument("--graph-heads", default="gated,rnn,none", help="those served in CUDA graphs too, plug-in on")
+    parser.add_argument("--variants", default="vanilla+topk,gated+topk,gated+fp8", help="plug-in on, in CUDA graphs")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--gpus", type=int, default=1, help="spread the engines over so many")
     parser.add_argument("--limit", type=float, default=240, help="seconds until what still runs is stopped")
@@ -278,6 +322,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.heads = args.heads.split(",")
     args.graph_heads = [name for name in args.graph_heads.split(",") if name in args.heads]
+    args.graph_heads += [name for name in args.variants.split(",") if name.partition("+")[0] in args.heads]
     return args
 
 
