@@ -246,6 +246,8 @@ class _Batch:
             truncated=any(request.params.truncates for request in self.requests),
         )
         kept = verified.num_emitted.tolist()  # rows of the pass to keep: the anchor and the accepted drafts
+        if self.schedule is not None and draft is not None:
+            self.schedule.observe([rows - 1 for rows in kept])
         events = self._record(offered, draft, verified)
         self.target.commit(self.cache, kept)
         if self.drafter is not None and self.draft_cache is not None:

@@ -52,6 +52,9 @@ from dspark.sampling import Purpose, Streams
 FIRST_PAUSE, LONGEST_PAUSE = 4, 16
 # Share of the newest step in the running mean of confidences: an average over some seven steps.
 NEWEST_SHARE = 0.15
+# Accepted against expected drafts, from earlier steps: drafts that count as seen with a ratio of 1 at first, share of
+# the past that is kept from step to step, and how far the ratio is believed.
+PRIOR_DRAFTS, KEPT_SHARE, LARGEST_RATIO = 4.0, 0.95, 3.0
 
 
 class Schedule(ABC):
@@ -80,6 +83,9 @@ class Schedule(ABC):
         Returns:
             [B] lengths, 0..limits.
         """
+
+    def observe(self, accepted: Sequence[int]) -> None:  # noqa: B027 (most schedules keep no record)
+        """What became of the lengths chosen last: [B] drafts that were kept. Nothing needs to be done with it."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,9 @@ class ThroughputSchedule(Schedule):
     `adaptive` the confidences of *earlier* steps are averaged, for two uses: a column that does not pay by itself is
     admitted where it is expected to with those behind it (a profiled curve has steps, on which the plain rule would
     stop too early); and while drafting is expected to yield less than plain steps, nothing is drafted at all, except
-    for a step now and then to see whether that has changed. Without it this is Algorithm 1, and keeps no state.
+    for a step now and then to see whether that has changed. Survivals are then also corrected by the ratio of accepted
+    to expected drafts, so that a drafter without calibration is not trusted for long. Without it this is Algorithm 1,
+    and keeps no state.
 
     An object holds the averages of one run: use a new one for each.
     """
@@ -122,6 +130,8 @@ class ThroughputSchedule(Schedule):
         self.cost, self.ragged, self.adaptive = cost, ragged, adaptive
         self._expected: np.ndarray | None = None  # [K] running mean of confidence by position
         self._pause, self._paused_for, self._is_probe = FIRST_PAUSE, 0, False
+        self._accepted = self._predicted = 0.0  # drafts, over earlier steps
+        self._predicted_now = 0.0
 
     def plan(self, limits: Sequence[int]) -> int:
         longest = max(limits, default=0)
@@ -141,25 +151,40 @@ class ThroughputSchedule(Schedule):
 
     def _drafting_pays(self, num_requests: int, longest: int) -> bool:
         assert self._expected is not None
-        columns = num_requests * np.cumprod(self._expected)[:longest]
+        columns = np.minimum(num_requests * np.cumprod(self._expected)[:longest] * self.ratio, num_requests)
         rates = (num_requests + np.cumsum(columns)) / self._seconds(num_requests, len(columns))[1:]
         pays = bool(rates.max() >= num_requests / self.cost.plain_seconds(num_requests))
         if pays:
             self._pause = FIRST_PAUSE
         return pays
 
+    @property
+    def ratio(self) -> float:
+        """Accepted drafts to expected ones, from earlier steps."""
+        found = (self._accepted + PRIOR_DRAFTS) / (self._predicted + PRIOR_DRAFTS)
+        return min(max(found, 1 / LARGEST_RATIO), LARGEST_RATIO)
+
     def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
-        survival = survivals(confidence)
+        raw = survivals(confidence)
+        survival = np.minimum(raw * self.ratio, 1.0)
         num_requests = len(limits)
         expected = self._expected
         if self.adaptive:
-            self._remember(confidence, survival)
+            self._remember(confidence, raw)
         if self.ragged:
-            return admit_by_survival(survival, limits, lambda rows: self.cost.step_seconds(num_requests, rows))
-        offered = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
-        columns = (survival * offered).sum(0)
-        width = admit_columns(columns, self._seconds(num_requests, len(columns)), num_requests, expected)
-        return [min(width, limit) for limit in limits]
+            lengths = admit_by_survival(survival, limits, lambda rows: self.cost.step_seconds(num_requests, rows))
+        else:
+            offered = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
+            columns = (survival * offered).sum(0)
+            width = admit_columns(columns, self._seconds(num_requests, len(columns)), num_requests, expected)
+            lengths = [min(width, limit) for limit in limits]
+        self._predicted_now = float(sum(row[:length].sum() for row, length in zip(raw, lengths, strict=True)))
+        return lengths
+
+    def observe(self, accepted: Sequence[int]) -> None:
+        if self.adaptive:
+            self._accepted = KEPT_SHARE * self._accepted + sum(accepted)
+            self._predicted = KEPT_SHARE * self._predicted + self._predicted_now
 
     def _seconds(self, num_requests: int, num_drafts: int) -> np.ndarray:
         """[num_drafts + 1]: step time with 0, 1, ... drafts of every request verified."""

@@ -31,7 +31,6 @@ from dspark.profile import ProfileSettings, profile
 from dspark.sampling import SamplingParams
 from dspark.schedule import Schedule, StaticThreshold, ThroughputSchedule
 
-
 WARM_UP_TOKENS = 20
 
 

@@ -17,6 +17,7 @@ from dspark.cost import CostPoint, CostTable, along, never_falling
 from dspark.sampling import Purpose, Streams
 from dspark.schedule import (
     FIRST_PAUSE,
+    LARGEST_RATIO,
     LONGEST_PAUSE,
     Schedule,
     StaticThreshold,
@@ -132,6 +133,24 @@ def test_a_hopeless_drafter_is_paused_and_tried_again():
     assert all(schedule.plan([2]) == 2 for _ in range(50))
 
 
+def test_a_drafter_that_is_better_than_it_says_is_believed_and_one_that_is_worse_is_not():
+    confidence = np.array([[0.3, 0.9, 0.9]])
+    better = ThroughputSchedule(cost_table([1.0, 1.4, 1.5, 1.6], plain=0.9))
+    assert better(confidence, [3]) == [0]
+    for _ in range(40):
+        better.observe([better(confidence, [3])[0] or 1])
+    assert better.ratio == LARGEST_RATIO
+    assert better(confidence, [3]) == [3]
+    worse = ThroughputSchedule(cost_table([1.0, 1.4, 1.8, 2.2], plain=0.9))
+    assert worse(np.array([[0.9, 0.9, 0.9]]), [3]) == [3]
+    for _ in range(40):
+        worse(np.array([[0.9, 0.9, 0.9]]), [3])
+        worse.observe([0])
+    assert worse.ratio < 0.5
+    assert worse(np.array([[0.9, 0.9, 0.9]]), [3]) == [0]
+    assert worse.plan([3]) == 0
+
+
 def test_without_history_it_is_algorithm_1_on_columns():
     generator = np.random.default_rng(0)
     for _ in range(50):
@@ -188,6 +207,7 @@ def with_history(cost, confidence):
     def rule(values, limits):
         schedule = ThroughputSchedule(cost)
         schedule(np.full_like(values, confidence), limits)
+        schedule.observe([1] * len(limits))
         return schedule(values, limits)
 
     return rule
