@@ -14,7 +14,8 @@ def unpatched(monkeypatch):
     """vLLM's configuration class as a process without the plug-in has it; restored afterwards."""
     for name in ("_validate_v2_model_runner", "use_v2_model_runner"):
         monkeypatch.setattr(VllmConfig, name, vars(VllmConfig)[name])
-    monkeypatch.delattr(VllmConfig, patches._MARK, raising=False)
+    monkeypatch.setattr(VllmConfig, patches._MARK, True, raising=False)  # so that it is gone again if it was not there
+    monkeypatch.delattr(VllmConfig, patches._MARK)
     return monkeypatch
 
 
