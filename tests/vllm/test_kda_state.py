@@ -55,7 +55,7 @@ def test_a_window_of_nine_tokens(how):
         served.step([(0, 9, kept)], padding=1)
 
 
-@pytest.mark.parametrize("computed", [8, 11, 14, 15])
+@pytest.mark.parametrize("computed", [11, 13])
 def test_boundaries_of_cached_blocks(how, computed):
     """Blocks of 8 tokens: what is kept stops short of the boundary, lands on it, or crosses it."""
     for kept in range(6):
