@@ -133,14 +133,15 @@ def same_drafter(first: DrafterConfig, second: DrafterConfig) -> list[str]:
 def _with_target_matrices(
     config: DrafterConfig, tensors: dict[str, torch.Tensor], target: TargetFacts | None, dtype: torch.dtype
 ) -> DrafterConfig:
-    """Add the matrices that the checkpoint takes from its target, where the target is at hand."""
+    """Add the matrices that the checkpoint takes from its target, and its depth, where the target is at hand."""
     if target is None:
         return config
     rows = {"embed_tokens.weight": config.vocab_size, "lm_head.weight": config.draft_vocab_size}
     for name, attribute in MATRICES.items():
         if name not in tensors:
             tensors[name] = getattr(target, attribute).detach()[: rows[name]].to("cpu", dtype).clone()
-    return replace(config, owns_embedding=True, owns_head=True)
+    layers = config.num_target_layers or target.num_layers
+    return replace(config, owns_embedding=True, owns_head=True, num_target_layers=layers)
 
 
 def _tables(config: DrafterConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -166,7 +167,8 @@ def _write(
         for name, text in files.items():
             (scratch / name).write_text(text, encoding="utf-8")
         written = _read_back(scratch, tensors, config, to)
-        scratch.chmod(0o755)  # mkdtemp's folders are private
+        scratch.chmod(0o755)  # mkdtemp's folders are private, and so are safetensors' files
+        (scratch / SINGLE).chmod(0o644)
         if destination.exists():
             _replace_files(destination, scratch)
         else:

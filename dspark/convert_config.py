@@ -33,6 +33,14 @@ def to_deepspec(config: DrafterConfig, dtype: torch.dtype, findings: Findings) -
             "sample_from_anchor=false is written for the 1+N layout: engines read it, DeepSpec's own evaluator drafts "
             "anchor-first only"
         )
+    lacking = [
+        name for name, own in (("embed_tokens", config.owns_embedding), ("lm_head", config.owns_head)) if not own
+    ]
+    if lacking:
+        findings.note(
+            f"{' and '.join(lacking)} are not in the checkpoint: engines use the target's, DeepSpec's own class would "
+            "leave them as they were initialised, at random; --target copies them from there"
+        )
     raw: dict[str, Any] = {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
@@ -106,18 +114,6 @@ def deepspec_problems(config: DrafterConfig) -> list[CheckpointError]:
                 "equal widths",
                 "DeepSpec builds the tap projection for the drafter's own width.",
                 "Keep this drafter in the speculators packaging.",
-            )
-        )
-    if not (config.owns_embedding and config.owns_head):
-        lacking = " and ".join(
-            name for name, own in (("embed_tokens", config.owns_embedding), ("lm_head", config.owns_head)) if not own
-        )
-        problems.append(
-            refusal(
-                f"the checkpoint has no {lacking}",
-                "both matrices",
-                "DeepSpec's class would leave them as they were initialised, at random.",
-                "Name the target with --target, and its matrices are copied.",
             )
         )
     return problems

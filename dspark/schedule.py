@@ -32,7 +32,7 @@ again. Drafts are drawn from noise of their absolute position; a position reject
 next would see the same noise, and a rule that remembers (or another request whose length it changed) carries knowledge
 of it. `step_streams` therefore gives every step of a scheduled run draft noise of its own.
 
-Source: DSpark, arXiv:2607.05147, section 3 (Algorithm 1), section 5.2 and appendix A.
+Source: DSpark, arXiv:2607.05147, Algorithm 1, section 5.2 and appendix A.
 """
 
 import hashlib

@@ -39,6 +39,7 @@ from dspark.target import HFTarget
 
 MAX_FAULTS = 3
 LEAST_GAIN = 0.05
+LEAST_LOSS = 1e-4  # drafts; differences below it are rounding
 # Readings that score less than this share of the best one on a few anchors are not scored on the rest.
 SCREEN_SHARE = 0.8
 SCREEN_STEP = 4
@@ -237,7 +238,7 @@ class _Search:
             reading, scores = max(group, key=lambda pair: pair[1].mean())
             difference = self.bootstrap.mean(scores - kept)
             if topic not in wrong:
-                is_worse = difference.high is not None and difference.high < 0
+                is_worse = difference.high is not None and difference.high < -LEAST_LOSS
                 lines.append(TopicFinding(topic, reading.value, difference, "declared" if is_worse else "open"))
         return lines
 

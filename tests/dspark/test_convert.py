@@ -189,17 +189,18 @@ def test_layers_that_neither_packaging_can_say_are_refused():
             assert message in "\n".join(findings.problems)
 
 
-def test_matrices_of_the_target_are_copied_where_deepspec_needs_them(tmp_path):
+def test_matrices_of_the_target_are_copied_if_it_is_named(tmp_path):
     weights = random_weights(changed(SPECULATORS, FULL))
     own = {name: value for name, value in weights.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
     write_checkpoint(tmp_path / "a", changed(SPECULATORS, FULL), own)
-    with pytest.raises(CheckpointError, match="has no embed_tokens and lm_head; expected both matrices"):
-        convert(tmp_path / "a", tmp_path / "b", "deepspec")
     target = FakeTarget(vocab_size=96, num_layers=8)
     convert(tmp_path / "a", tmp_path / "b", "deepspec", target=target)
     assert torch.equal(tensors_of(tmp_path / "b")["lm_head.weight"], target.output_head)
-    convert(tmp_path / "a", tmp_path / "c", "speculators")
-    assert tensors_of(tmp_path / "c").keys() == own.keys()
+    assert torch.equal(tensors_of(tmp_path / "b")["embed_tokens.weight"], target.input_embedding)
+    for name, to in (("c", "speculators"), ("d", "deepspec")):
+        result = convert(tmp_path / "a", tmp_path / name, to)
+        assert tensors_of(tmp_path / name).keys() == own.keys()
+    assert any("embed_tokens and lm_head are not in the checkpoint" in note for note in result.notes)
 
 
 def test_the_calibration_comes_along(tmp_path):
