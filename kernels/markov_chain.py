@@ -15,7 +15,7 @@ from dspark.kernels.markov_features import hidden_products
 from dspark.kernels.markov_held import _held_chain_kernel
 from dspark.kernels.markov_persistent import _chain_kernel
 
-HELD_BATCH = 8  # requests up to which W2 may stay on chip; more of them need the registers for the race
+HELD_BATCH = 16  # requests up to which W2 may stay on chip; more of them need the registers for the race
 MAX_BLOCK_B = 64
 TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
 FEATURE_ELEMENTS = 32768  # of a block of requests: 64 KB
@@ -35,7 +35,7 @@ class DensePlan:
     stride: int  # see `weight_tile`
     num_tiles: int
     num_parts: int
-    held: int  # columns whose rows of W2 a program keeps on chip, as a power of two; 0: they are streamed
+    held: bool  # whether a program keeps its rows of W2 on chip through all steps
     stages: int
     num_warps: int
 
@@ -53,27 +53,30 @@ class DensePlan:
         limit = num_programs or device_programs(base.device)
         block_r = triton.next_power_of_2(max(weights.rank, 16))
         wide = 2 if weights.w1 is not None and weights.w1.element_size() > 2 else 1
-        block_g = max(min(TILE_ELEMENTS // wide // 4 // block_r, 32), 4)
-        num_tiles = triton.cdiv(columns, 4 * block_g)
+        own = triton.next_power_of_2(max(triton.cdiv(columns, limit), 64))
+        held = persistent and weights.rank > 0 and batch <= HELD_BATCH and own * block_r * wide <= HELD_ELEMENTS
+        tile = own if held else max(min(TILE_ELEMENTS // wide // block_r, 128), 16)
         block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B, max(FEATURE_ELEMENTS // wide // block_r, 16))
         num_blocks = triton.cdiv(batch, block_b)
+        num_tiles = triton.cdiv(columns, tile)
         parts = max(min(num_tiles, limit // num_blocks), 1)
-        held = triton.next_power_of_2(triton.cdiv(columns, parts))
-        if not persistent or not weights.rank or batch > HELD_BATCH or held * block_r > HELD_ELEMENTS:
-            held = 0
-            rounds = triton.cdiv(num_tiles, parts)
-            parts = triton.cdiv(num_tiles, rounds)  # no more programs than it takes in that many rounds
+        parts = triton.cdiv(num_tiles, triton.cdiv(num_tiles, parts))  # no more than it takes in that many rounds
+        if held and batch == 1:
+            parts = min(limit, columns)  # its rows need not be a power of two
+        num_warps = 16 if block_b > 16 or (held and block_b == 16) else 8
         return cls(
             persistent=persistent,
             block_b=block_b,
             num_blocks=num_blocks,
-            block_g=block_g,
-            stride=min(16 if block_b >= 64 else 64, 2 * block_g),
+            block_g=tile // 4,
+            # Sixty-four rows and more take warpgroup products, in which a warp has neighbouring columns; below, a warp
+            # has 8 columns of every 8 num_warps.
+            stride=min(16 if block_b >= 64 else 8 * num_warps // (2 if block_b == 32 else 1), tile // 2),
             num_tiles=num_tiles,
             num_parts=parts,
             held=held,
-            stages=_stages(weights, block_b, block_r, 4 * block_g * block_r),
-            num_warps=8 if block_b <= 16 else 16,
+            stages=_stages(weights, block_b, block_r, tile * block_r),
+            num_warps=num_warps,
         )
 
 
@@ -83,7 +86,9 @@ def _stages(weights: MarkovWeights, block_b: int, block_r: int, tile: int) -> in
         return 3  # of the base logits
     size = weights.w1.element_size()
     others = size * max(block_b, 16) * block_r + (2 * tile if weights.w2_scale is not None else 0)
-    return min(max((SHARED_BYTES - others) // (tile * weights.w2.element_size()), 1), 4)
+    fit = max((SHARED_BYTES - others) // (tile * weights.w2.element_size()), 1)
+    # Below warpgroup products a tile is copied out of its buffer before the product, and one more stage takes no room.
+    return min(fit + (block_b < 64), 4)
 
 
 def device_programs(device: torch.device) -> int:
@@ -363,14 +368,15 @@ def _launch_persistent(
         "BLOCK_V": triton.next_power_of_2(plan.num_parts),
         "launch_cooperative_grid": True,
     }
-    if plan.held:
+    if plan.held and len(base) == 1:
         unused = ("WHOLE", "PACKED", "HAS_HEAD", "BLOCK_G", "STRIDE", "STAGES")
         _held_chain_kernel[(plan.num_parts,)](
-            *tensors, len(base), base.shape[-1], plan.num_parts, *sizes, HELD=plan.held,
+            *tensors, len(base), base.shape[-1], plan.num_parts, *sizes,
+            HELD=triton.next_power_of_2(triton.cdiv(base.shape[-1], plan.num_parts)),
             **common, **{name: value for name, value in race.items() if name not in unused},
         )  # fmt: skip
     else:
         _chain_kernel[(plan.num_parts * plan.num_blocks,)](
             *tensors, len(base), base.shape[-1], plan.num_tiles, plan.num_parts, *sizes,
-            POLLED_ROWS=min(plan.block_b, 16), **common, **race,
+            POLLED_ROWS=min(plan.block_b, 16), HELD=plan.held, **common, **race,
         )  # fmt: skip

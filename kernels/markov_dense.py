@@ -61,7 +61,7 @@ def request_rows(row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_ro
 @triton.jit
 def race_tile(  # noqa: PLR0915 - four columns at a time
     carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns, logit_scale,
-    any_noise, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr,
+    any_noise, nothing, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr,
     PACKED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr,
     HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,6 @@ def race_tile(  # noqa: PLR0915 - four columns at a time
         x3 = tl.where((last > 3)[None, :], x3, float("-inf"))
     top, mass = mass_step(top, mass, x0, x1, x2, x3)
     if any_noise:
-        nothing = ((tl.zeros([], tl.int32) + tile) >> 30).to(tl.uint32)
         if REDUCED:
             n0 = noise_of_id(i0[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
             n1 = noise_of_id(i1[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
@@ -211,7 +210,7 @@ def _step_kernel(
             weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
         carry = race_tile(
             carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns,
-            logit_scale, any_noise,
+            logit_scale, any_noise, (tile >> 30).to(tl.uint32),
             REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
         )  # fmt: skip
     tl.store(words_ptr + part * batch + row, carried_word(carry), mask=row < batch)

@@ -1,4 +1,4 @@
-"""The dense chain of few requests when W2 fits on chip: each program keeps its rows of W2 in registers for all steps.
+"""The dense chain of one request when W2 fits on chip: each program keeps its rows of W2 in registers for all steps.
 
 W2 of 49152 tokens and rank 64 is 6.3 MB, 48 KB for each of 132 multiprocessors. What is left of a step is one row of
 W1, the products, the race and the exchange of `dspark.kernels.markov_persistent`, none of which is limited by memory,
@@ -7,25 +7,10 @@ so that latency decides.
 
 from dspark.kernels import tl, triton
 from dspark.kernels.markov_dense import race_columns, request_rows
-from dspark.kernels.markov_device import bias_of, fast_exp2, fast_log2, feature_rows, read_weight
+from dspark.kernels.markov_device import fast_exp2, fast_log2, read_weight
 from dspark.kernels.markov_persistent import joined, own_confidences, publish, slot_of
 
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
-
-
-@triton.jit
-def _held_bias(held, token, live, w1_ptr, RANK: tl.constexpr, BLOCK_B: tl.constexpr, HELD: tl.constexpr,
-               BLOCK_R: tl.constexpr):  # fmt: skip
-    """W2 rows [HELD, BLOCK_R] times the W1 rows of tokens [BLOCK_B]: [BLOCK_B, HELD]. One request takes plain
-    multiply-adds, for which the rows stay as they were loaded.
-    """
-    if BLOCK_B == 1:
-        r = tl.arange(0, BLOCK_R)
-        row = w1_ptr + tl.sum(token, axis=0).to(tl.int64) * RANK
-        features = tl.load(row + r, mask=r < RANK, other=0.0).to(tl.float32)
-        return tl.sum(held.to(tl.float32) * features[None, :], axis=1)[None, :]
-    else:
-        return bias_of(feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B), held, BLOCK_B, HELD)
 
 
 @triton.jit
@@ -70,7 +55,9 @@ def _held_chain_kernel(
         )  # fmt: skip
         tl.debug_barrier()
     for step in range(STEPS):
-        bias = _held_bias(held, token, live, w1_ptr, RANK, BLOCK_B, HELD, BLOCK_R)
+        row_of_w1 = w1_ptr + tl.sum(token, axis=0).to(tl.int64) * RANK
+        features = tl.load(row_of_w1 + r, mask=r < RANK, other=0.0).to(tl.float32)
+        bias = tl.sum(held.to(tl.float32) * features[None, :], axis=1)[None, :]
         if FP8:
             bias = bias * row_scale[None, :]
         out_row = cache_row * cache_stride + step * cache_step

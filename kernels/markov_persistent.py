@@ -166,10 +166,10 @@ def _chain_kernel(
     BLOCK_V: tl.constexpr, POLLED_ROWS: tl.constexpr, STAGES: tl.constexpr, REDUCED: tl.constexpr,
     WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     STORED: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """All steps, W2 streamed through at each. Programs [num_blocks * num_parts]; words [2, num_blocks, num_parts,
-    BLOCK_B], masses [num_blocks, STEPS, num_parts, BLOCK_B].
+    """All steps, with W2 streamed through at each; or HELD, one tile a program, through all of them. Programs
+    [num_blocks * num_parts]; words [2, num_blocks, num_parts, BLOCK_B], masses [num_blocks, STEPS, num_parts, BLOCK_B].
     """
     program = tl.program_id(0)
     part, first_row = program % num_parts, program // num_parts * BLOCK_B
@@ -187,6 +187,9 @@ def _chain_kernel(
         )  # fmt: skip
         tl.debug_barrier()
     rounds = tl.cdiv(num_tiles - part, num_parts)
+    held = 0
+    if HELD:
+        held = weight_tile(w2_ptr, part, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
     for step in range(STEPS):
         features = 0
         if HAS_HEAD:
@@ -195,17 +198,24 @@ def _chain_kernel(
         out_row = cache_row * cache_stride + step * cache_step
         rows = (base_row, out_row, live, scale, noisy, (position + step).to(tl.uint32), key_low, key_high)
         carry = empty_carry(BLOCK_B, BLOCK_G)
-        backward = step % 2 == 1
-        for i in tl.range(rounds, num_stages=STAGES):
-            tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
-            weight = 0
-            if HAS_HEAD:
-                weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
+        if HELD:
             carry = race_tile(
-                carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
-                num_columns, logit_scale, any_noise,
+                carry, held, features, part, False, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
+                num_columns, logit_scale, any_noise, (tl.load(epochs_ptr + program) - epoch).to(tl.uint32),
                 REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
             )  # fmt: skip
+        else:
+            backward = step % 2 == 1
+            for i in tl.range(rounds, num_stages=STAGES):
+                tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
+                weight = 0
+                if HAS_HEAD:
+                    weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
+                carry = race_tile(
+                    carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
+                    num_columns, logit_scale, any_noise, (tile >> 30).to(tl.uint32),
+                    REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
+                )  # fmt: skip
         tag, start = slot_of(step, epoch, first_row, num_parts, tl.num_programs(0) // num_parts, BLOCK_B)
         publish(carried_word(carry), words_ptr + start, part, tag, BLOCK_B)
         token = joined(
