@@ -47,9 +47,8 @@ def conv_window_ref(
     return torch.where(inside[..., None], F.silu(mixed), 0).to(inputs.dtype)
 
 
-# Channels and warps of a program: 8 channels a thread are 16 bytes of bfloat16, and every token of a row is on its way
-# at once.
-TILE_CHANNELS, NUM_WARPS = 512, 2
+# Channels and warps of a program: 4 channels a thread, of which every token of a row is on its way at once.
+TILE_CHANNELS, NUM_WARPS = 512, 4
 UNROLLED = 16  # most tokens of which a thread keeps all inputs in registers
 
 

@@ -158,6 +158,8 @@ class Rows:
         fold: whether this step's verification writes the held records into the checkpoint.
         first_token: None where tokens are [B, T, ...]. Else they are packed [1, N, ...] and the row's tokens start at
             this index; runs of rows must not overlap, and tokens between them belong to no row.
+        max_held: the most records that a row which does not fold may hold, a number known without asking the device;
+            None: as many as the ring has room for.
     """
 
     slots: torch.Tensor
@@ -167,6 +169,7 @@ class Rows:
     held: torch.Tensor
     fold: torch.Tensor
     first_token: torch.Tensor | None = None
+    max_held: int | None = None
 
     @classmethod
     def current(
@@ -185,7 +188,7 @@ class Rows:
         slots = torch.where(slots > null_slot, slots, -1)
         zero = torch.zeros_like(slots)
         records = slots if record_slots is None else record_slots
-        return cls(slots, records, num_rows, zero, zero, zero.bool(), first_token)
+        return cls(slots, records, num_rows, zero, zero, zero.bool(), first_token, 0)
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:

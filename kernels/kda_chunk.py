@@ -13,8 +13,10 @@ each in place of a loop over i. A token's output is made of zeros from all later
 them by a single bit.
 Source: Kimi Linear, arXiv:2510.26692, section 3.2; the inverse by doubling is that of a nilpotent matrix.
 
-One program serves one head and all its value tiles, so that what does not depend on V is done once a head. With few
-heads in the batch the tiles are spread over programs instead, which repeat it.
+Records that are held in the ring are rows of the same window, ahead of the new tokens: their corrections are known, so
+their rows of M are zero, their beta is one, and U itself stands where the others have V - S P. Where the row folds, the
+records go into the checkpoint first, and the window has none.
+
 Read `kda_scan` and `replay` of `dspark.kernels.kda` first.
 """
 
@@ -28,12 +30,10 @@ from dspark.kernels.kda_device import (
     convolved,
     exp_of,
     first_of_row,
-    folded,
+    fold_streamed,
     halves,
     halves_dot,
     head_rate,
-    held_block,
-    held_corrections,
     log_decay,
     prefetch,
     selected_sums,
@@ -45,13 +45,14 @@ from dspark.kernels.kda_device import (
 )
 from dspark.kernels.kda_launch import launch_options
 
-MAX_TOKENS = 16
+MAX_TOKENS = 16  # held records included
 FACTOR_LIMIT = 80.0  # e^80 is the largest power of e that still multiplies safely in float32
 FULL_GRID = 132  # programs that fill a Hopper GPU; with fewer heads than that a state is spread over two
 
-# (value channels of a program, warps, most registers of a thread): two programs of 8 warps fit a multiprocessor with
-# 128 registers at most.
-TILE, SPREAD_TILE = (128, 8, 128), (64, 4, None)
+# (value channels of a program, warps, most registers of a thread): with 128 registers two programs of 8 warps fit a
+# multiprocessor, and what does not depend on V is done once a head.
+TILE, SPREAD_TILE = (128, 8, 128), (64, 8, None)
+FOLD_CHANNELS = 32  # value channels that a fold has in registers at a time
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, DEFERRED: tl.constexpr, PACKED: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    FOLD_TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     if OVERLAP == 1:
@@ -101,7 +102,7 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     slot = tl.load(slots_ptr + row).to(tl.int64)
     given = tl.load(num_rows_ptr + row).to(tl.int32)
     count = tl.where(slot >= 0, given, 0)
-    t, columns = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
+    place_in_window, columns = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
     own = columns < KEY_DIM
     first_value = tl.program_id(0) * BLOCK_V
     values = tl.arange(0, BLOCK_V)
@@ -109,8 +110,7 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     # Numbers that are the same for all threads are added to pointers first: what is left are constants to the compiler.
     token = first_of_row(first_token_ptr, row, num_tokens, PACKED)
     out = out_ptr + token * out_stride + (head * VALUE_DIM + first_value)
-    place = t[:, None] * out_stride + values[None, :]
-    written = (t < tl.where(PACKED, given, num_tokens))[:, None] & known[None, :]
+    filled = tl.where(PACKED, given, num_tokens)
     state_base = state_ptr + tl.maximum(slot, 0) * state_stride + (head * VALUE_DIM + first_value) * KEY_DIM
     # The whole tile is on its way while everything that does not depend on it is worked out.
     SPAN: tl.constexpr = 128 // (state_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a cache line
@@ -118,31 +118,44 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     prefetch(state_base + tl.minimum(line, (VALUE_DIM - first_value) * KEY_DIM - 1))
     if OVERLAP == 2:
         wait_for_previous_kernel()
-    if count == 0:
-        tl.store(out + place, tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty), mask=written)
-        return
+    if (count == 0) | DEFERRED:  # with held records the window may end before the row's last place does
+        empty = (place_in_window >= count) & (place_in_window < filled)
+        place = place_in_window[:, None] * out_stride + values[None, :]
+        nothing = tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty)
+        tl.store(out + place, nothing, mask=empty[:, None] & known[None, :])
+        if count == 0:
+            return
     record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
     start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
     rate = head_rate(a_log_ptr, head, HAS_RATE)
-    bias = tl.load(bias_ptr + head * KEY_DIM + columns, mask=own, other=0.0).to(tl.float32)
+    # A copy for every row: it then is where the elements of [T, K] tiles are, and moves to no other thread.
+    everywhere = (place_in_window >= 0)[:, None] & own[None, :]
+    bias = tl.load(
+        bias_ptr + head * KEY_DIM + place_in_window[:, None] * 0 + columns[None, :], mask=everywhere, other=0.0
+    ).to(tl.float32)
 
     whole = known[:, None] & own[None, :]
     states = state_base + (values[:, None] * KEY_DIM + columns[None, :])
     keys_held = key_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
     gates_held = gate_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
     u_held = u_ptr + record_slot * u_stride + head * CAPACITY * VALUE_DIM + first_value
-    new_row = (start + held + t) % CAPACITY
-    # Of the held records, sixteen at most stay in the ring and enter like earlier tokens; what is older, and all where
-    # the row folds, goes into the state first.
-    into_state, newest = held * 0, held * 0
-    if DEFERRED:
-        fold = (tl.load(fold_ptr + row) != 0) & (held > 0)
-        into_state = tl.where(fold, held, tl.maximum(held - 16, 0))
-        newest = held - into_state
+    next_row = start + held
+    if DEFERRED:  # noqa: SIM102 (known when compiling, unlike the next)
+        if (tl.load(fold_ptr + row) != 0) & (held > 0):
+            fold_streamed(
+                state_base, state_base, keys_held, gates_held, u_held, start, held, columns, VALUE_DIM - first_value,
+                bias, rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM, BLOCK_V, FOLD_TILE,
+            )  # fmt: skip
+            tl.debug_barrier()  # what one thread stored, others load below
+            held = held * 0
 
+    # The window is the held records, whose corrections are known, and then the new tokens, t >= 0.
+    t = place_in_window - held
+    is_new = (t >= 0) & (t < count)
+    new_row = (next_row + t + CAPACITY) % CAPACITY
     # What does not depend on the value channel. Rows past the count are zero: they decay, read and add nothing.
-    inside = (t < count)[:, None] & own[None, :]
-    taken = (t < count)[:, None] & known[None, :]
+    inside = is_new[:, None] & own[None, :]
+    taken = is_new[:, None] & known[None, :]
     lane = columns[None, :]
     raw_gate = tl.load(
         gate_ptr + token * gate_stride + head * KEY_DIM + t[:, None] * gate_stride + lane, mask=inside, other=0.0
@@ -180,83 +193,61 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
         raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
         raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
         value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
-    beta = tl.load(beta_ptr + token * beta_stride + head + t * beta_stride, mask=t < count, other=0.0).to(tl.float32)
-    beta = tl.where(t < count, sigmoid_of(beta), 0.0)
+    beta = tl.load(beta_ptr + token * beta_stride + head + t * beta_stride, mask=is_new, other=0.0).to(tl.float32)
+    beta = tl.where(is_new, sigmoid_of(beta), tl.where(t < 0, 1.0, 0.0))
     if first_value == 0:
         record = new_row[:, None] * KEY_DIM + lane
         tl.store(keys_held + record, raw_key.to(key_record_ptr.dtype.element_ty), mask=inside)
         tl.store(gates_held + record, raw_gate.to(gate_record_ptr.dtype.element_ty), mask=inside)
-    decay = log_decay(raw_gate.to(tl.float32) + bias[None, :], rate, lower_bound, BOUNDED)
+    gate, key = raw_gate.to(tl.float32), raw_key.to(tl.float32)
+    if DEFERRED:
+        held_row = (start + place_in_window) % CAPACITY
+        recorded = held_row[:, None] * KEY_DIM + lane
+        of_record = (t < 0)[:, None] & own[None, :]
+        key += tl.load(keys_held + recorded, mask=of_record, other=0.0).to(tl.float32)
+        gate += tl.load(gates_held + recorded, mask=of_record, other=0.0).to(tl.float32)
+        inside = (t < count)[:, None] & own[None, :]
+    decay = log_decay(gate + bias, rate, lower_bound, BOUNDED)
     decay = tl.where(inside, decay, 0.0)
     query = unit_rows(raw_query.to(tl.float32)) * (1.0 / tl.sqrt(KEY_DIM * 1.0))
-    key = unit_rows(raw_key.to(tl.float32))
-    total = selected_sums(t[None, :] <= t[:, None], decay)
+    key = unit_rows(key)
+    total = selected_sums(place_in_window[None, :] <= place_in_window[:, None], decay)
     grown = exp_of(total)
     key_high, key_low = halves(key * grown)
     query_high, query_low = halves(query * grown)
+    at, upto = place_in_window[:, None], place_in_window[None, :]
     if FACTORED:
-        back = key * exp_of(-total)
+        back_high, back_low = halves(key * exp_of(-total))
+        nothing = tl.zeros([TOKENS, TOKENS], tl.float32)
+        keys = halves_dot(key_high, key_low, tl.trans(back_high), tl.trans(back_low), nothing)
+        queries = halves_dot(query_high, query_low, tl.trans(back_high), tl.trans(back_low), nothing)
     else:
-        keys, queries = _pairwise_couplings(query, key, total, t, TOKENS)
-        back = key
-    if DEFERRED:
-        # P S_h^T = (P e^{G_h}) S^T + (P K~^T) U
-        weight, before = held_block(
-            keys_held, gates_held, start + into_state, 0, newest, columns, bias, rate, lower_bound, bias * 0.0,
-            BOUNDED, CAPACITY, KEY_DIM,
-        )  # fmt: skip
-        back = stacked(back, weight)
-    if FACTORED or DEFERRED:
-        back_high, back_low = halves(back)
-        nothing = tl.zeros([TOKENS, back.shape[0]], tl.float32)
-        key_back = halves_dot(key_high, key_low, tl.trans(back_high), tl.trans(back_low), nothing)
-        query_back = halves_dot(query_high, query_low, tl.trans(back_high), tl.trans(back_low), nothing)
-        if DEFERRED:
-            key_back, key_held = unstacked(key_back)
-            query_back, query_held = unstacked(query_back)
-        if FACTORED:
-            keys, queries = key_back, query_back
-    keys = tl.where(t[:, None] > t[None, :], keys * beta[:, None], 0.0)
-    queries = tl.where(t[:, None] >= t[None, :], queries, 0.0)
-    solve = _unit_lower_inverse(keys, t, WINDOW) * beta[None, :]
+        keys, queries = _pairwise_couplings(query, key, total, place_in_window, TOKENS)
+    # A held record's correction depends on nothing any more: its row of M is zero, and its beta is one.
+    keys = tl.where((at > upto) & (t >= 0)[:, None], keys * beta[:, None], 0.0)
+    queries = tl.where(at >= upto, queries, 0.0)
+    solve = _unit_lower_inverse(keys, place_in_window, WINDOW) * beta[None, :]
     read_high, read_low = halves(tl.dot(queries, solve, input_precision="ieee"))
     solve_high, solve_low = halves(solve)
 
-    key_reads, query_reads = tl.zeros([TOKENS, BLOCK_V], tl.float32), tl.zeros([TOKENS, BLOCK_V], tl.float32)
-    state = tl.load(states, mask=whole, other=0.0).to(tl.float32)
-    if DEFERRED:
-        u_high, u_low = halves(
-            held_corrections(u_held, start + into_state, 0, newest, values, known, CAPACITY, VALUE_DIM)
-        )
-        coupled_high, coupled_low = halves(key_held)
-        key_reads = halves_dot(coupled_high, coupled_low, u_high, u_low, key_reads)
-        coupled_high, coupled_low = halves(query_held)
-        query_reads = halves_dot(coupled_high, coupled_low, u_high, u_low, query_reads)
-        grown = grown * exp_of(before)[None, :]
-        key_high, key_low = halves(key * grown)
-        query_high, query_low = halves(query * grown)
-        if into_state > 0:
-            state = folded(
-                state, keys_held, gates_held, u_held, start, into_state, columns, values, known, bias, rate,
-                lower_bound, BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
-            )  # fmt: skip
-            if fold:
-                tl.store(states, state.to(state_ptr.dtype.element_ty), mask=whole)
-                state = state.to(state_ptr.dtype.element_ty).to(tl.float32)  # as later steps will find it
     # One product for keys and queries with the state on the tall side, [V, 2 T], is what tensor cores take whole.
-    state_high, state_low = halves(state)
+    state_high, state_low = halves(tl.load(states, mask=whole, other=0.0).to(tl.float32))
     both_high, both_low = stacked(key_high, query_high), stacked(key_low, query_low)
     reads = tl.zeros([BLOCK_V, 2 * TOKENS], tl.float32)
     reads = halves_dot(state_high, state_low, tl.trans(both_high), tl.trans(both_low), reads)
     of_keys, of_queries = unstacked(reads)
-    key_reads += tl.trans(of_keys)
-    query_reads += tl.trans(of_queries)
-    surplus_high, surplus_low = halves(value.to(tl.float32) - key_reads)
-    correction = halves_dot(solve_high, solve_low, surplus_high, surplus_low, tl.zeros_like(key_reads))
-    output = halves_dot(read_high, read_low, surplus_high, surplus_low, query_reads)
+    surplus = value.to(tl.float32) - tl.trans(of_keys)
+    if DEFERRED:
+        known_record = (t < 0)[:, None] & known[None, :]
+        u = tl.load(u_held + held_row[:, None] * VALUE_DIM + values[None, :], mask=known_record, other=0.0)
+        surplus = tl.where((t < 0)[:, None], u.to(tl.float32), surplus)
+    surplus_high, surplus_low = halves(surplus)
+    correction = halves_dot(solve_high, solve_low, surplus_high, surplus_low, tl.zeros_like(surplus))
+    output = halves_dot(read_high, read_low, surplus_high, surplus_low, tl.trans(of_queries).to(tl.float32))
     tl.store(u_held + new_row[:, None] * VALUE_DIM + values[None, :], correction.to(u_ptr.dtype.element_ty), mask=taken)
     # Past the count the query was zero, and so is the output.
-    tl.store(out + place, output.to(out_ptr.dtype.element_ty), mask=written)
+    written = ((t >= 0) & (t < filled))[:, None] & known[None, :]
+    tl.store(out + t[:, None] * out_stride + values[None, :], output.to(out_ptr.dtype.element_ty), mask=written)
 
 
 def launch_kda_chunk(
@@ -268,14 +259,15 @@ def launch_kda_chunk(
     window: Window | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The window solved at once, T <= 16, wherever Triton runs. Same contract as `kda_verify`."""
+    """The window solved at once, wherever Triton runs. Same contract as `kda_verify`; tokens and held records of a row
+    that does not fold must be 16 at most, together."""
     batch, (heads, value_dim) = len(rows.slots), tokens.value.shape[2:]
     num_tokens = tokens.value.shape[1] if rows.first_token is None else min(MAX_TOKENS, layer.records.capacity)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
     out = outputs_for(tokens, rows) if out is None else out
     tile_v, num_warps, registers = SPREAD_TILE if batch * heads < FULL_GRID else TILE
     block_v = min(tile_v, max(16, triton.next_power_of_2(value_dim)))
-    bound = layer.gate.lower_bound
+    bound, longest = layer.gate.lower_bound, MAX_TOKENS if deferred else num_tokens
     arguments, sizes = verify_arguments(tokens, layer, rows, out, deferred)
     unused = rows.slots
     convolution = (unused, unused, unused, 1, 0)
@@ -286,10 +278,11 @@ def launch_kda_chunk(
         *convolution,
         **sizes,
         WIDTH=0 if window is None else window.taps.shape[0],
-        FACTORED=bound is not None and -bound * num_tokens <= FACTOR_LIMIT,
-        WINDOW=8 if num_tokens <= 8 else 16,
+        FACTORED=bound is not None and -bound * longest <= FACTOR_LIMIT,
+        WINDOW=8 if longest <= 8 else 16,
         TOKENS=16,
         BLOCK_V=block_v,
+        FOLD_TILE=min(FOLD_CHANNELS, block_v),
         **launch_options(out, num_warps, registers),
     )
     return out

@@ -17,7 +17,7 @@ import torch
 
 from dspark.kernels import tl, triton
 from dspark.kernels.kda import KDALayer, LayerTable, Rows, compute_dtype, replay, ring_rows, runs_kernel
-from dspark.kernels.kda_device import folded, head_rate
+from dspark.kernels.kda_device import fold_streamed, folded, head_rate, prefetch
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def kda_commit_ref(
 
 
 # Value channels of a program, warps, most registers of a thread: all of a head of 128, so that the weights of records
-# are worked out once, and two programs fit a multiprocessor.
-TILE = (128, 8, 128)
+# are worked out once. STREAMED channels of it are in registers at a time.
+TILE, STREAMED = (128, 4, 128), 32
 
 
 @triton.jit
@@ -140,6 +140,7 @@ def _kda_commit_kernel(
     ALIGNED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    TILE_V: tl.constexpr,
 ):
     row, layer, head = tl.program_id(1), tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
     slot = tl.load(slots_ptr + row).to(tl.int64)  # int64: slots times a state's size overflow int32
@@ -153,10 +154,12 @@ def _kda_commit_kernel(
     if (slot < 0) | ((writes == 0) & (boundary_into < 0)):
         return
     columns = tl.arange(0, BLOCK_K)
-    values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first_value = tl.program_id(0) * BLOCK_V
+    values = first_value + tl.arange(0, BLOCK_V)
     tile = values[:, None] * KEY_DIM + columns[None, :]
     known = values < VALUE_DIM
     inside = known[:, None] & (columns < KEY_DIM)[None, :]
+    SPAN: tl.constexpr = 128 // (state_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a cache line
     record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
     start = tl.load(start_ptr + row).to(tl.int32)
     # Each layer lies where it was allocated; the table holds its distance from layer 0 in elements.
@@ -169,23 +172,43 @@ def _kda_commit_kernel(
     corrections = correction_ptr + u_at + record_slot * correction_stride + head * CAPACITY * VALUE_DIM
     keys = key_ptr + key_at + record_slot * record_stride + head * CAPACITY * KEY_DIM
     gates = gate_ptr + gate_at + record_slot * record_stride + head * CAPACITY * KEY_DIM
+    # The states are on their way while weights are worked out.
+    line = first_value * KEY_DIM + tl.arange(0, BLOCK_V * BLOCK_K // SPAN) * SPAN
+    prefetch(states + slot * state_stride + tl.minimum(line, VALUE_DIM * KEY_DIM - 1))
     rate = head_rate(a_log_ptr + tl.load(table + 4), head, HAS_RATE)
-    bias = tl.load(bias_ptr + tl.load(table + 5) + head * KEY_DIM + columns, mask=columns < KEY_DIM, other=0.0)
-    bias = bias.to(tl.float32)
-    state = tl.load(states + slot * state_stride + tile, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BOUNDARY:  # noqa: SIM102 (known when compiling, unlike the next)
+    sixteen = tl.arange(0, 16)[:, None]
+    bias = tl.load(
+        bias_ptr + tl.load(table + 5) + head * KEY_DIM + sixteen * 0 + columns[None, :],
+        mask=(sixteen >= 0) & (columns < KEY_DIM)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    source = states + slot * state_stride
+    target = states + into * state_stride
+    if HAS_BOUNDARY:
+        state = tl.load(source + tile, mask=inside, other=0.0).to(tl.float32)
         if boundary_into >= 0:
             snapshot = folded(
                 state, keys, gates, corrections, start, boundary_count, columns, values, known, bias, rate, lower_bound,
                 BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
             )  # fmt: skip
             tl.store(states + boundary_into * state_stride + tile, snapshot.to(state_ptr.dtype.element_ty), mask=inside)
-    if writes:
-        final = folded(
-            state, keys, gates, corrections, start, count, columns, values, known, bias, rate, lower_bound,
-            BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
+        if writes:
+            final = folded(
+                state, keys, gates, corrections, start, count, columns, values, known, bias, rate, lower_bound,
+                BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
+            )  # fmt: skip
+            tl.store(target + tile, final.to(state_ptr.dtype.element_ty), mask=inside)
+    elif count > 0:
+        fold_streamed(
+            source + first_value * KEY_DIM, target + first_value * KEY_DIM, keys, gates, corrections + first_value,
+            start, count, columns, VALUE_DIM - first_value, bias, rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM,
+            VALUE_DIM, BLOCK_V, TILE_V,
         )  # fmt: skip
-        tl.store(states + into * state_stride + tile, final.to(state_ptr.dtype.element_ty), mask=inside)
+    else:  # the state moves as it is
+        for begin in tl.range(0, BLOCK_V * BLOCK_K, 1024, num_stages=1):
+            element = first_value * KEY_DIM + begin + tl.arange(0, 1024)
+            own_element = element < tl.minimum(VALUE_DIM, first_value + BLOCK_V) * KEY_DIM
+            tl.store(target + element, tl.load(source + element, mask=own_element, other=0.0), mask=own_element)
 
 
 def launch_kda_commit(
@@ -229,6 +252,7 @@ def launch_kda_commit(
         ALIGNED=table.aligned,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
         BLOCK_V=block_v,
+        TILE_V=min(STREAMED, block_v),
         num_warps=num_warps,
         num_stages=1,
         **({} if registers is None else {"maxnreg": registers}),

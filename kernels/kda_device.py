@@ -139,7 +139,8 @@ def held_block(
     BOUNDED: tl.constexpr, CAPACITY: tl.constexpr, KEY_DIM: tl.constexpr,
 ):  # fmt: skip
     """Weights k^_j e^{G_n - G_j} [16, K] of records first..first + 15 of the first `count` behind ring row `start`, and
-    the log decay [K] of these and all later ones, `tail` being that of the later ones alone.
+    the log decay [K] of these and all later ones, `tail` being that of the later ones alone. `bias` is [16, K]
+    or [1, K].
 
     Log decays are summed over the records behind j, not subtracted: |G| reaches 45, and its rounding would show.
     """
@@ -148,7 +149,7 @@ def held_block(
     place = (((start + first + j) % CAPACITY) * KEY_DIM)[:, None] + columns[None, :]
     key = tl.load(key_ptr + place, mask=inside, other=0.0).to(tl.float32)
     raw = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    decay = tl.where(inside, log_decay(raw + bias[None, :], rate, lower_bound, BOUNDED), 0.0)
+    decay = tl.where(inside, log_decay(raw + bias, rate, lower_bound, BOUNDED), 0.0)
     behind = selected_sums(j[None, :] > j[:, None], decay)
     return unit_rows(key) * exp_of(behind + tail[None, :]), tail + tl.sum(decay, axis=0)
 
@@ -172,12 +173,42 @@ def folded(
     for first in tl.range(0, count, 16, num_stages=1):
         end = tl.minimum(first + 16, count)
         weight, decay = held_block(
-            key_ptr, gate_ptr, start, first, end, columns, bias, rate, lower_bound, bias * 0.0,
-            BOUNDED, CAPACITY, KEY_DIM,
+            key_ptr, gate_ptr, start, first, end, columns, bias, rate, lower_bound,
+            tl.zeros_like(columns).to(tl.float32), BOUNDED, CAPACITY, KEY_DIM,
         )  # fmt: skip
         correction = held_corrections(correction_ptr, start, first, end, values, known, CAPACITY, VALUE_DIM)
         state = split_dot(tl.trans(correction), weight, state * exp_of(decay)[None, :])
     return state
+
+
+@triton.jit
+def fold_streamed(
+    source_ptr, target_ptr, key_ptr, gate_ptr, correction_ptr, start, count, columns, num_values, bias, rate,
+    lower_bound, BOUNDED: tl.constexpr, CAPACITY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, TILE_V: tl.constexpr,
+):  # fmt: skip
+    """The states at `source_ptr` after the first `count` > 0 records, into `target_ptr`: BLOCK_V value channels, of
+    which `num_values` exist, TILE_V at a time, so that weights are worked out once and few registers hold states."""
+    own = columns < KEY_DIM
+    for first in tl.range(0, count, 16, num_stages=1):
+        end = tl.minimum(first + 16, count)
+        weight, decay = held_block(
+            key_ptr, gate_ptr, start, first, end, columns, bias, rate, lower_bound,
+            tl.zeros_like(columns).to(tl.float32), BOUNDED, CAPACITY, KEY_DIM,
+        )  # fmt: skip
+        weight_high, weight_low = halves(weight)
+        grown = exp_of(decay)
+        for begin in tl.range(0, BLOCK_V, TILE_V, num_stages=1):
+            values = begin + tl.arange(0, TILE_V)
+            known = values < num_values
+            whole = known[:, None] & own[None, :]
+            place = values[:, None] * KEY_DIM + columns[None, :]
+            state = tl.load(source_ptr + place, mask=whole, other=0.0).to(tl.float32)
+            correction = held_corrections(correction_ptr, start, first, end, values, known, CAPACITY, VALUE_DIM)
+            high, low = halves(tl.trans(correction))
+            state = halves_dot(high, low, weight_high, weight_low, state * grown[None, :])
+            tl.store(target_ptr + place, state.to(target_ptr.dtype.element_ty), mask=whole)
+        source_ptr = target_ptr
 
 
 @triton.jit
@@ -197,16 +228,18 @@ def convolved(
     input_ptr, input_stride, ring_ptr, cursor, capacity, channels, taps_ptr, t, count, columns, own,
     WIDTH: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """The short convolution of T tokens [T, D] in their dtype, zero past `count`; see `dspark.kernels.conv_window`.
+    """The short convolution of tokens `t` [T] of a row, [T, D] in their dtype, zero outside 0..count-1.
 
     All pointers are at the first of the channels `columns` [D], `input_ptr` at the row's first token and `ring_ptr` at
     its slot. `RECORD` writes the inputs into the ring.
     """
     mixed = tl.zeros([t.shape[0], columns.shape[0]], tl.float32)
-    inside = (t < count)[:, None] & own[None, :]
+    inside = ((t >= 0) & (t < count))[:, None] & own[None, :]
     for i in tl.static_range(WIDTH):
         source = t + (i - (WIDTH - 1))  # negative: a row of the history
-        tap = tl.load(taps_ptr + i * channels + columns, mask=own, other=0.0).to(tl.float32)
+        # Every row of the tile loads its own copy: taps then are where the tile's elements are.
+        place = i * channels + source[:, None] * 0 + columns[None, :]
+        tap = tl.load(taps_ptr + place, mask=inside, other=0.0).to(tl.float32)
         place = source[:, None] * input_stride + columns[None, :]
         value = tl.load(input_ptr + place, mask=inside & (source >= 0)[:, None], other=0.0)
         if RECORD and i == WIDTH - 1:
@@ -216,7 +249,7 @@ def convolved(
         if i < WIDTH - 1:
             place = ((cursor + capacity + source) % capacity)[:, None] * channels + columns[None, :]
             value += tl.load(ring_ptr + place, mask=inside & (source < 0)[:, None], other=0.0).to(tl.float32)
-        mixed += value * tap[None, :]
+        mixed += value * tap
     return (mixed * sigmoid_of(mixed)).to(input_ptr.dtype.element_ty)
 
 

@@ -95,8 +95,8 @@ def _kda_verify_kernel(
     state = tl.load(state_ptr + place, mask=whole, other=0.0).to(tl.float32)
     if DEFERRED:
         state = folded(
-            state, key_record_ptr + base, gate_record_ptr + base, u_base, start, held, columns, values, known, bias,
-            rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
+            state, key_record_ptr + base, gate_record_ptr + base, u_base, start, held, columns, values, known,
+            bias[None, :], rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM,
         )  # fmt: skip
         if (tl.load(fold_ptr + row) != 0) & (held > 0):
             tl.store(state_ptr + place, state.to(state_ptr.dtype.element_ty), mask=whole)
@@ -203,17 +203,13 @@ def kda_verify(
         )
     if not runs_kernel(layer.checkpoint):
         return _into(out, kda_verify_ref(tokens, layer, rows, window), rows)
-    if SERIAL_TOKENS < max_tokens <= MAX_TOKENS and window_fits(tokens, rows, window):
+    held = 0 if not deferred else capacity - max_tokens if rows.max_held is None else rows.max_held
+    in_chunk = max_tokens > SERIAL_TOKENS and max_tokens + held <= MAX_TOKENS
+    if window is not None and not (in_chunk and len(rows.slots) * tokens.key.shape[2] < FUSED_HEADS):
+        tokens, window = convolved_tokens(tokens, rows, window, conv_window), None
+    if in_chunk:
         return launch_kda_chunk(tokens, layer, rows, deferred=deferred, window=window, out=out)
-    if window is not None:
-        tokens = convolved_tokens(tokens, rows, window, conv_window)
-    launch = launch_kda_chunk if SERIAL_TOKENS < max_tokens <= MAX_TOKENS else launch_kda_serial
-    return launch(tokens, layer, rows, deferred=deferred, out=out)
-
-
-def window_fits(tokens: Tokens, rows: Rows, window: Window | None) -> bool:
-    """Whether the chunk kernel does the convolution too: for many heads a kernel of its own is faster."""
-    return window is None or len(rows.slots) * tokens.key.shape[2] < FUSED_HEADS
+    return launch_kda_serial(tokens, layer, rows, deferred=deferred, out=out)
 
 
 def convolved_tokens(tokens: Tokens, rows: Rows, window: Window, convolve: Callable[..., torch.Tensor]) -> Tokens:

@@ -61,20 +61,33 @@ def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: st
 
 
 VARIANTS = (
-    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x8x0 64x4x0 64x4x168 64x4x128 64x8x0")
-    | tiles("commit", commit_module, ("TILE",), "128x8x0 64x4x0 64x4x128")
+    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x8x0 128x8x128 64x4x0 64x4x128 64x8x0 64x16x0 32x8x0")
     | {
-        "step-pdl1": [(launch_module, "OVERLAP", 1)],
-        "step-pdl2": [(launch_module, "OVERLAP", 2)],
-        "step-apart": [(verify_module, "FUSED_HEADS", 0)],
-        "step-apart-pdl2": [(verify_module, "FUSED_HEADS", 0), (launch_module, "OVERLAP", 2)],
-        "step-fused": [(verify_module, "FUSED_HEADS", 1 << 30)],
-        "step-fused64x8": [(verify_module, "FUSED_HEADS", 1 << 30), (kda_chunk, "SPREAD_TILE", (64, 8, None))],
-        "step-fused-pdl2": [(verify_module, "FUSED_HEADS", 1 << 30), (launch_module, "OVERLAP", 2)],
+        f"commit-{tile}x{warps}x{registers}": [
+            (commit_module, "TILE", (128, warps, registers)),
+            (commit_module, "STREAMED", tile),
+        ]
+        for tile, warps, registers in (
+            (32, 4, 168),
+            (64, 4, 168),
+            (32, 8, 80),
+            (64, 8, 128),
+            (128, 8, 128),
+            (16, 4, 128),
+        )
     }
     | {
         f"conv-{tile}x{warps}": [(conv_module, "TILE_CHANNELS", tile), (conv_module, "NUM_WARPS", warps)]
-        for tile, warps in ((256, 1), (1024, 4), (512, 4))
+        for tile, warps in ((512, 2), (256, 2), (1024, 8), (128, 1))
+    }
+    | {
+        "step-apart": [(verify_module, "FUSED_HEADS", 0)],
+        "step-fused": [(verify_module, "FUSED_HEADS", 1 << 30)],
+        "step-apart-pdl1": [(verify_module, "FUSED_HEADS", 0), (launch_module, "OVERLAP", 1)],
+        "step-fused-pdl1": [(verify_module, "FUSED_HEADS", 1 << 30), (launch_module, "OVERLAP", 1)],
+        "step-apart-pdl2": [(verify_module, "FUSED_HEADS", 0), (launch_module, "OVERLAP", 2)],
+        "step-fused-pdl2": [(verify_module, "FUSED_HEADS", 1 << 30), (launch_module, "OVERLAP", 2)],
+        "step-fused-64x4": [(verify_module, "FUSED_HEADS", 1 << 30), (kda_chunk, "SPREAD_TILE", (64, 4, None))],
     }
 )
 
@@ -268,7 +281,7 @@ def picked(problem: Problem, layer: KDALayer, rows: Rows, index: torch.Tensor) -
     records = Records(*(store[ring].double() for store in vars(layer.records).values()))
     own = torch.arange(len(index), device="cuda")
     fields = {f.name: getattr(rows, f.name) for f in dataclasses.fields(rows)}
-    cut = {name: value[index] for name, value in fields.items() if value is not None}
+    cut = {name: value[index] for name, value in fields.items() if isinstance(value, torch.Tensor)}
     return KDALayer(layer.checkpoint[slots].double(), records, double), Rows(
         **(cut | {"slots": own, "record_slots": own})
     )
@@ -675,7 +688,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=numbers, default=[1, 16, 64, 256])
     parser.add_argument("--state", type=words, default=["float32"], help="float32, bfloat16")
     parser.add_argument(
-        "--mode", type=words, default=["commit", "ring-18", "ring-32"],
+        "--mode", type=words, default=["commit", "ring-25"],
         help="commit (fold after every step), ring-R (fold when R records are full)",
     )  # fmt: skip
     parser.add_argument("--only", type=words, default=[], help="phases: verify, commit, conv, fused, step")

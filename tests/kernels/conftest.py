@@ -7,6 +7,8 @@ import torch
 def poisoned(allocate):
     def allocate_and_fill(*args, **kwargs):
         out = allocate(*args, **kwargs)
+        if out.dtype == torch.bool:
+            return out.fill_(True)
         return out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).max)
 
     return allocate_and_fill
