@@ -159,6 +159,43 @@ def test_thread_blocks_may_run_in_any_order(verify, monkeypatch):
 
 
 @KERNELS
+def test_tokens_may_be_views_of_wider_tensors(verify):
+    """As projections and a convolution leave them: one tensor for queries, keys and values, padded between tokens."""
+    layer, rows = random_layer(2, HEADS, 16, 20, 9, dtype=torch.float32), ring([1, 0], [9, 4])
+    tokens = random_tokens(2, 9, HEADS, 16, 20, dtype=torch.float32)
+    mixed = torch.cat([x.flatten(2) for x in (tokens.query, tokens.key, tokens.value)], 2)
+    parts = mixed.split([HEADS * 16, HEADS * 16, HEADS * 20], 2)
+    query, key, value = (x.unflatten(2, (HEADS, -1)) for x in parts)
+    padded = torch.full((2, 9, 3 * HEADS), float("nan"))
+    padded[..., :HEADS] = tokens.beta
+    views = Tokens(query, key, value, tokens.gate, padded[..., :HEADS])
+    assert torch.equal(verify(views, copied(layer), rows), verify(tokens, copied(layer), rows))
+
+
+@KERNELS
+def test_pools_may_be_longer_than_2_to_the_31(verify):
+    """Address space alone: only a few pages are touched."""
+    rows = ring([2, 0], [9, 9], held=[3, 2], start=4, fold=[True, False])
+    layer = filled(random_layer(3, 1, 16, 16, 25, dtype=torch.bfloat16, state_dtype=torch.bfloat16), rows)
+    far = torch.empty_strided((3, 1, 16, 16), (2**30 + 256, 256, 16, 1), dtype=torch.bfloat16)
+    far.copy_(layer.checkpoint)
+    records = Records(
+        *(
+            torch.empty_strided(x.shape, (2**30 + 400, *x.stride()[1:]), dtype=x.dtype)
+            for x in vars(layer.records).values()
+        )
+    )
+    for store, x in zip(vars(records).values(), vars(layer.records).values(), strict=True):
+        store.copy_(x)
+    tokens = random_tokens(2, 9, 1, 16, 16, dtype=torch.bfloat16)
+    near = copied(layer)
+    assert torch.equal(verify(tokens, KDALayer(far, records, layer.gate), rows), verify(tokens, near, rows))
+    assert torch.equal(far, near.checkpoint)
+    for a, b in zip(vars(records).values(), vars(near.records).values(), strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@KERNELS
 def test_verifying_again_gives_the_same_records(verify):
     rows = ring([1, 0], [5, 3], held=[2, 0], start=4)
     layer = filled(random_layer(2, HEADS, 16, 16, 10, dtype=torch.float32), rows)
