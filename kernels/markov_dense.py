@@ -5,13 +5,15 @@ features of the previous tokens, stores them, and keeps the best key of the race
 race word and one log-mass per program and request are all that leaves it.
 
 Two ways of joining the programs:
-  persistent  one cooperative launch for all K steps. Programs exchange race words through memory: each word carries
-              the number of its step, so that a reader polls the words themselves and no barrier is needed. A small W2
-              stays in registers for all steps; of a large one the next step's first tile is already loading while
-              the words travel.
-  stepwise    two launches a step: `_advance_kernel` joins the words of the step before, and computes the features and
-              the confidence; `_step_kernel` runs the race. For heads whose features cost a matrix product, for
-              grids that are not co-resident, and for the interpreter, where a polling program would wait for ever.
+  persistent  one cooperative launch for all K steps, in `markov_persistent` and `markov_held`. Programs exchange race
+              words through memory: each word carries the number of its step, so that a reader polls the words
+              themselves and no barrier is needed. A small W2 stays on chip for all steps.
+  stepwise    two launches a step, here: `_advance_kernel` joins the words of the step before, and computes the
+              features and the confidence; `_step_kernel` runs the race. For heads whose features cost a matrix
+              product, and for the interpreter, where a program that polls another would wait for ever.
+
+A tile of logits is computed where tensor cores leave it: `weight_tile` orders the rows of W2 so that a thread of the
+product owns whole groups of four columns, the unit of noise, of base logits and of stored words.
 
 Read `dspark.kernels.markov.chain_ref` first: it is the definition.
 """

@@ -145,9 +145,9 @@ def test_without_a_cache_the_same_tokens_are_drawn(device):
         assert torch.allclose(out.lse, with_cache.lse, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("programs", [1, 2, 5, 64])
+@pytest.mark.parametrize("programs", [1, 5, 64])
 def test_the_number_of_programs_changes_nothing(programs, device):
-    case = Case(columns=1030, temperature=(1.0, 0.0))
+    case = Case(batch=2, columns=1030, temperature=(1.0, 0.0))
     inputs = make(case, device)
     expected = run(inputs, poisoned_output(case, inputs))
     out = run(inputs, poisoned_output(case, inputs), num_programs=programs)
@@ -216,7 +216,7 @@ def test_log2_exponential_is_that_of_the_streams(device):
     assert (out.double() - exact)[ordinary].abs().max() < 2e-6
 
 
-@pytest.mark.parametrize(("batch", "steps"), [(4, 40), (40, 5)])
+@pytest.mark.parametrize(("batch", "steps"), [(2, 40), (30, 4)])
 def test_drafted_pairs_have_the_law_of_the_stored_logits(batch, steps, device):
     """Chi-square of next tokens given previous ones; by its threshold it would fail by chance once in 10^6 runs."""
     columns = 3
@@ -290,7 +290,7 @@ def test_bad_weights_and_requests_are_named():
         ),
         pytest.param(Case(batch=2, fp8=True, reduced=True, scattered=True), id="held-fp8"),
         pytest.param(Case(batch=17, confidence="hidden", temperature=(1.0, 0.0)), id="streamed"),
-        pytest.param(Case(batch=70, columns=516, dtype=BF16, cache=BF16, padding=(3, 69), seed=1), id="two-blocks"),
+        pytest.param(Case(batch=66, columns=132, dtype=BF16, cache=BF16, padding=(3, 65), seed=1), id="two-blocks"),
     ],
 )
 def test_one_launch_of_one_program_equals_the_reference(case, device):
