@@ -84,7 +84,6 @@ def test_how_many_tiles_a_thread_block_takes_does_not_matter(name, monkeypatch):
     """Bit for bit: the number depends on the size of the batch, which a request must not feel."""
     case = replace(CASES[name], counts=(2, 1), vocab_size=300)
     block, law = random_step(case, 7, DEVICE)
-    monkeypatch.setattr(rejection, "EMIT_TILE", rejection.Tile(64, 4))
     usual = run(case, block, law, overlap=True)
     for tiles in (2, 3, 8):
         monkeypatch.setattr(rejection, "TILES_EACH", ((0, tiles),))

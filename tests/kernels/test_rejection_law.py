@@ -34,8 +34,10 @@ DRAWS = 30 if DEVICE == "cpu" else 200_000  # a draft
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(rejection, "JUDGE_TILE", rejection.Tile(16, 1))
-    monkeypatch.setattr(rejection, "EMIT_TILE", rejection.Tile(16, 1))
+    # On a GPU those of test_rejection.py, which are then compiled already.
+    judge, emit = ((16, 1), (16, 1)) if DEVICE == "cpu" else ((64, 4), (128, 4))
+    monkeypatch.setattr(rejection, "JUDGE_TILE", rejection.Tile(*judge))
+    monkeypatch.setattr(rejection, "EMIT_TILE", rejection.Tile(*emit))
 
 
 def run(block: Block, law: DraftLaw, num_draft_tokens: int) -> Verified:
@@ -107,7 +109,7 @@ def one_position(form: str) -> tuple[Block, DraftLaw, Proposal, torch.Tensor]:
     block = Block(
         target.repeat(batch, 1),
         tokens,
-        torch.arange(batch + 1) * 2,
+        torch.arange(batch + 1, dtype=torch.int32) * 2,
         torch.arange(2).repeat(batch) + 40,
         torch.full((batch,), temperature),
         torch.arange(batch),
