@@ -16,8 +16,10 @@ import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -28,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # not there under `python -P`
 from rejection_cases import CASES, random_step, settled
 
 STEPS = 8
-VOCABULARIES = (49152, 151936, 163840)
+VOCABULARIES = (163840, 49152, 151936)
 BATCHES = (1, 4, 16, 64, 256)
 LISTED = 64
+FORMS = ("dense", "dense, stored sum", f"sparse {LISTED}", "one-hot")
 DEVICE = "cuda"
 JOBS = 12  # processes that check
 
@@ -95,12 +98,13 @@ def laws_of(block: Block, draft: torch.Tensor) -> dict[str, tuple[Block, DraftLa
     race = torch.empty(values.shape, device=DEVICE).exponential_().log_()
     picked = ids.gather(-1, (values.float() - race).argmax(-1, keepdim=True))[..., 0]
     tokens = torch.cat([picked[:, :1], picked], 1).view(-1)
-    return {
-        "dense": (block, DraftLaw(draft, None, slots)),
-        "dense, stored sum": (block, DraftLaw(draft, None, slots, logsumexp=stored)),
-        f"sparse {LISTED}": (replace(block, tokens=tokens), DraftLaw(values, ids.int(), slots)),
-        "one-hot": (block, DraftLaw()),
-    }
+    steps = (
+        (block, DraftLaw(draft, None, slots)),
+        (block, DraftLaw(draft, None, slots, logsumexp=stored)),
+        (replace(block, tokens=tokens), DraftLaw(values, ids.int(), slots)),
+        (block, DraftLaw()),
+    )
+    return dict(zip(FORMS, steps, strict=True))
 
 
 def plain_step(block: Block) -> Block:
@@ -158,21 +162,23 @@ def check_small(name: str) -> list[dict]:
     ]
 
 
-def check_full(vocab_size: int) -> list[dict]:
-    """Steps of full size, every form of q."""
-    torch.manual_seed(vocab_size)
-    block, draft = full_step(16, vocab_size)
-    forms = laws_of(block, draft).items()
-    return [check(f"{form} V={vocab_size}", own, law, STEPS) for form, (own, law) in forms]
+def check_full(form: str) -> list[dict]:
+    """Steps of full size with one form of q."""
+    records = []
+    for vocab_size in VOCABULARIES:
+        torch.manual_seed(vocab_size)
+        block, law = laws_of(*full_step(16, vocab_size))[form]
+        records.append(check(f"{form} V={vocab_size}", block, law, STEPS))
+    return records
 
 
-def check_all() -> list[dict]:
+def check_all(small: bool) -> list[dict]:
     """All checks in several processes: most of their time goes into compiling, and the results stay in Triton's cache
     for the timing.
     """
     with ProcessPoolExecutor(JOBS, multiprocessing.get_context("spawn")) as pool:
-        jobs = [pool.submit(check_full, size) for size in VOCABULARIES]
-        jobs += [pool.submit(check_small, name) for name in CASES]
+        jobs = [pool.submit(check_full, form) for form in FORMS]
+        jobs += [pool.submit(check_small, name) for name in CASES if small]
         return [record for job in jobs for record in job.result()]
 
 
@@ -240,43 +246,56 @@ def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file for one JSON object a line")
-    parser.add_argument("--quick", action="store_true", help="one vocabulary, two batches")
+    parser.add_argument("--quick", action="store_true", help="time V=163840 with 1 and 64 requests only")
     parser.add_argument("--tiles", action="store_true", help="only compare tiles")
+    parser.add_argument("--no-small", action="store_true", help="leave out the checks of small steps")
     args = parser.parse_args()
     torch.manual_seed(0)
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
-    if args.tiles:
-        write(time_tiles(flush), args.out)
-        return
-    records = check_all()
+    with args.out.open("w") if args.out is not None else nullcontext() as out:
+        if args.tiles:
+            write(time_tiles(flush), out)
+            return
+        failed = report_checks(check_all(not args.no_small), out)
+        sizes = [(vocab_size, batch) for vocab_size in VOCABULARIES for batch in BATCHES]
+        report_times([(163840, 1), (163840, 64)] if args.quick else sizes, flush, out)
+    sys.exit(failed)
+
+
+def report_checks(records: list[dict], out: TextIO | None) -> bool:
+    """Print and write the checks; whether one failed."""
+    write(records, out)
     failed = [record for record in records if record["wrong"]]
     asked, unsettled = (sum(record[key] for record in records) for key in ("requests", "unsettled"))
     print(f"{len(records)} checks, {asked} requests, {unsettled} within rounding of a tie, {len(failed)} checks failed")
     for record in failed:
         print("  FAILED", json.dumps(record))
+    return bool(failed)
+
+
+def report_times(sizes: list[tuple[int, int]], flush: torch.Tensor, out: TextIO | None) -> None:
+    """Print and write the table, row by row."""
     bandwidth = copy_bandwidth(flush)
     print(f"{torch.cuda.get_device_name()}  copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    print(f"K={STEPS}; microseconds   {'eager':>8} {'graph':>8}   p10..p90         floor  graph/floor  emitted")
-    for vocab_size in VOCABULARIES[:1] if args.quick else VOCABULARIES:
-        for batch in (1, 64) if args.quick else BATCHES:
-            for record in time_step(batch, vocab_size, flush, bandwidth):
-                records.append(record)
-                low, high = record["graph_p10_p90_us"]
-                print(
-                    f"V={vocab_size:6d} B={batch:3d} {record['form']:>18} {record['eager_us']:8.1f}"
-                    f" {record['graph_us']:8.1f}   {low:6.1f}..{high:6.1f} {record['floor_us']:8.1f}"
-                    f"   x{record['graph_us'] / record['floor_us']:.2f}     {record['emitted']:.2f}",
-                    flush=True,
-                )
-            torch.cuda.empty_cache()
-    write(records, args.out)
-    sys.exit(bool(failed))
+    print(f"K={STEPS}; microseconds             eager    graph     p10..p90        floor graph/floor emitted")
+    for vocab_size, batch in sizes:
+        for record in time_step(batch, vocab_size, flush, bandwidth):
+            write([record], out)
+            low, high = record["graph_p10_p90_us"]
+            print(
+                f"V={vocab_size:6d} B={batch:3d} {record['form']:>18} {record['eager_us']:8.1f}"
+                f" {record['graph_us']:8.1f}   {low:6.1f}..{high:6.1f} {record['floor_us']:8.1f}"
+                f"   x{record['graph_us'] / record['floor_us']:.2f}     {record['emitted']:.2f}",
+                flush=True,
+            )
+        torch.cuda.empty_cache()
 
 
-def write(records: list[dict], out: Path | None) -> None:
-    """One JSON object a line."""
+def write(records: list[dict], out: TextIO | None) -> None:
+    """One JSON object a line, at once, so that a run that is cut short leaves what it had."""
     if out is not None:
-        out.write_text("".join(json.dumps(record) + "\n" for record in records))
+        out.write("".join(json.dumps(record) + "\n" for record in records))
+        out.flush()
 
 
 if __name__ == "__main__":
