@@ -279,7 +279,7 @@ def _check(block: Block, law: DraftLaw, num_draft_tokens: int) -> None:
         ("temperature of the drafts", law.temperature, states, FLOATS),
     ]
     for name, value, length, dtypes in shapes:
-        if value is not None and (value.shape != (length,) or value.dtype not in dtypes or value.stride(0) != 1):
+        if value is not None and (value.shape != (length,) or value.dtype not in dtypes or not value.is_contiguous()):
             expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise ValueError(
                 f"{name}: expected contiguous {expected} [{length}], got {value.dtype} {list(value.shape)}"
@@ -291,8 +291,13 @@ def _check(block: Block, law: DraftLaw, num_draft_tokens: int) -> None:
         raise ValueError("ids or logsumexp without values: a one-hot q has neither; pass the values they belong to")
 
 
+def _dense(rows: torch.Tensor) -> bool:
+    """Whether the entries of a row lie side by side; the stride of a single entry may be anything."""
+    return rows.shape[-1] <= 1 or rows.stride(-1) == 1
+
+
 def _check_rows(name: str, value: torch.Tensor, ndim: int) -> None:
-    if value.ndim != ndim or value.dtype not in ROW_DTYPES or value.stride(-1) != 1:
+    if value.ndim != ndim or value.dtype not in ROW_DTYPES or not _dense(value):
         raise ValueError(
             f"{name}: expected {ndim} dimensions, the last contiguous, in float32, bfloat16 or float16;"
             f" got {value.dtype} {list(value.shape)} with strides {value.stride()}"
@@ -312,7 +317,7 @@ def _check_values(law: DraftLaw, values: torch.Tensor, num_draft_tokens: int, vo
                 f"values {shape} cover {shape[2]} tokens, the target {vocab_size}: cut the padding, or give the ids of"
                 " the columns"
             )
-    elif list(law.ids.shape) != shape or law.ids.dtype not in INTEGERS or law.ids.stride(-1) != 1:
+    elif list(law.ids.shape) != shape or law.ids.dtype not in INTEGERS or not _dense(law.ids):
         raise ValueError(f"ids: expected int32 or int64 {shape}, got {law.ids.dtype} {list(law.ids.shape)}")
     elif shape[2] > MAX_LISTED:
         raise ValueError(f"{shape[2]} ids a row, of at most {MAX_LISTED}: pass q over the vocabulary")
@@ -321,5 +326,5 @@ def _check_values(law: DraftLaw, values: torch.Tensor, num_draft_tokens: int, vo
             raise ValueError(
                 "logsumexp belongs to logits over the vocabulary: q of probabilities or of a list needs none"
             )
-        if list(stored.shape) != shape[:2] or stored.dtype != torch.float32 or stored.stride(1) != 1:
+        if list(stored.shape) != shape[:2] or stored.dtype != torch.float32 or not _dense(stored):
             raise ValueError(f"logsumexp: expected float32 {shape[:2]}, got {stored.dtype} {list(stored.shape)}")

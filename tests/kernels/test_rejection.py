@@ -170,6 +170,15 @@ def test_request_state_by_slot_integer_widths_and_a_temperature_of_the_drafts():
 # Corner cases
 
 
+def test_slices_of_one_entry_are_contiguous_whatever_their_stride():
+    case = Case((1,), vocab_size=40, form="sparse", num_listed=1)
+    block, law = random_step(case, 0, DEVICE)
+    strided = {name: torch.stack([getattr(block, name)] * 3, 1)[:, 0] for name in ("seeds", "temperature")}
+    wide = replace(law, **{name: torch.cat([getattr(law, name)] * 3, -1)[..., :1] for name in ("values", "ids")})
+    got = verify(replace(block, **strided), wide, 1)
+    assert torch.equal(got.tokens, verify_ref(block, law, 1).tokens)
+
+
 def test_without_drafts_every_request_takes_a_plain_step():
     case = Case((0, 0), temperatures=(1.0, 0.0))
     block, law = random_step(case, 0, DEVICE)
