@@ -1,14 +1,14 @@
 """KDA targets on vLLM's V2 runner: our verify and commit against vLLM's own, on a GPU. Prints OK or FAILED per law.
 
-    python3 scripts/check_vllm_kda.py --out kda.json        both gates, ten engines at a time: about a minute and a half
+    python3 scripts/check_vllm_kda.py --out kda.json        both gates, nine engines at a time: about a minute
     ... --gate full-rank                                    Kimi K3's layers only; low-rank: Kimi Linear's
     ... --only ours-graph,plain                             some engines, and the laws that need no others
 
-Each engine is a process of its own, on a tiny random target with a drafter that guesses two tokens of three
-(`kda_pair.py`); they run side by side, spread over the GPUs, and need 3 GiB each. vLLM drafts and judges in all of
-them; only the KDA kernels differ, by additional_config "dspark_kda". Requests have prompts of 180 to 250 tokens and end
-at different lengths, more of them than run at a time: windows of 9 tokens, batches mixed with prefill, and graphs
-padded with rows that have none.
+Each engine is a process of its own, forked once vLLM is imported, on a tiny random target with a drafter that guesses
+two tokens of three (`kda_pair.py`); they run side by side, spread over the GPUs, and need 3 GiB each. vLLM drafts and
+judges in all of them; only the KDA kernels differ, by additional_config "dspark_kda". Requests have prompts of 180 to
+250 tokens and end at different lengths, more of them than run at a time: windows of 9 tokens, batches mixed with
+prefill, and graphs padded with rows that have none.
 
 Exact equality with plain decoding is not to be had in bfloat16: two logits that round to the same number are told apart
 by the order of a sum. So the plain engine reads every text that another engine wrote and gives the logarithm of
@@ -18,12 +18,13 @@ vLLM's own kernels show which gaps rounding makes.
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+import traceback
 from pathlib import Path
 
 from kda_laws import MAX_TOKENS, WINDOW_DRAFTS, check_gate, prompts
@@ -34,20 +35,34 @@ GRAPHS = {True: [9, 18, 36, 45], False: [1, 2, 4]}  # tokens of captured batches
 PATIENCE = 300  # seconds that the plain engine waits for the others
 
 ENGINES = {
-    "full-rank": ("ours-graph", "vllm-graph", "ours-eager", "ours-cached", "vllm-cached", "plain"),
+    "full-rank": ("ours-graph", "vllm-graph", "ours-eager", "ours-cached", "plain"),
     "low-rank": ("ours-graph", "vllm-snapshots", "vllm-replay", "plain"),
 }
 EXTRA = 7  # tokens that a follow-up adds to an earlier text
 
 
-def make_engine(name: str, folder: Path):
-    """The engine of a name, on the pair in `folder`."""
-    from vllm import LLM
-
+def engine_options(name: str, folder: Path) -> dict:
+    """Arguments of the engine of a name, on the pair in `folder`."""
     additional = {"dspark": {"chain": "vllm", "verification": "vllm"}}
     if name.startswith("vllm"):
         additional["dspark_kda"] = "vllm"
-    options = {}
+    options = {
+        "model": str(folder / "target"),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_seqs": RUNNING,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 2**30,
+        "gpu_memory_utilization": 0.03,
+        "enforce_eager": name.endswith("eager"),
+        "compilation_config": {"cudagraph_capture_sizes": GRAPHS[name != "plain"]},
+        "kernel_config": {"enable_flashinfer_autotune": False},
+        "enable_prefix_caching": name.endswith("cached"),
+        "disable_log_stats": False,
+        "additional_config": additional,
+        "seed": 0,
+    }
     if name != "plain":
         options["speculative_config"] = {
             "method": "dspark",
@@ -57,24 +72,20 @@ def make_engine(name: str, folder: Path):
             "rejection_sample_method": "standard",
         }
         options["use_replayssm"] = name != "vllm-snapshots"
-    return LLM(
-        str(folder / "target"),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=1024,
-        max_num_seqs=RUNNING,
-        max_num_batched_tokens=512,
-        kv_cache_memory_bytes=2**30,
-        gpu_memory_utilization=0.03,
-        kernel_config={"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
-        enforce_eager=name.endswith("eager"),
-        compilation_config={"cudagraph_capture_sizes": GRAPHS[name != "plain"]},
-        enable_prefix_caching=name.endswith("cached"),
-        disable_log_stats=False,
-        additional_config=additional,
-        seed=0,
-        **options,
-    )
+    return options
+
+
+def make_engine(name: str, folder: Path):
+    """The engine of a name. Kernels are compiled when they are first used, not ahead of that.
+
+    vLLM's switch for that would leave its workspace at 0 bytes too, since only the warm-up's steps give it its size.
+    """
+    from vllm import LLM
+    from vllm.model_executor.warmup import jit_warmup, kernel_warmup
+
+    jit_warmup.JitWarmupRegistry.warmup = lambda self: None
+    kernel_warmup.kimi_k3_triton_warmup = lambda worker: None
+    return LLM(**engine_options(name, folder))
 
 
 def watch_commits() -> list[int]:
@@ -188,35 +199,79 @@ def engine_main(name: str, folder: Path, results: Path, names: list[str]) -> Non
     unfinished.rename(results / f"{name}.json")  # the plain engine must not read half a file
 
 
-def spawn(names: list[str], folder: Path, results: Path, log: Path, gpus: list[int]) -> dict[str, subprocess.Popen]:
-    """Start the processes of some engines, one GPU after the other; `log` is the common beginning of their logs."""
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "OMP_NUM_THREADS": "1"} | os.environ
-    started = {}
-    for number, name in enumerate(names):
-        command = [sys.executable, __file__, "--engine", name, "--folder", str(folder), "--results", str(results)]
-        command += ["--only", ",".join(n for n in names if n != "plain")]
-        with Path(f"{log}{name}.log").open("w") as stream:
-            visible = {"CUDA_VISIBLE_DEVICES": str(gpus[number % len(gpus)])}
-            started[name] = subprocess.Popen(
-                command, env=environment | visible, stdout=stream, stderr=subprocess.STDOUT
-            )
-    return started
+def prepare(folder: Path) -> bool:
+    """Import vLLM and resolve the models' classes, once for all engines.
+
+    Returns:
+        Whether processes forked from this one can use the GPU: not if an import has already touched it.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(**engine_options("ours-graph", folder)).create_engine_config()
+    from vllm.v1.worker import gpu_worker  # noqa: F401 (for the processes to come)
+    from vllm.v1.worker.gpu import model_runner  # noqa: F401
+
+    probe = multiprocessing.get_context("fork").Process(target=touch_gpu)
+    probe.start()
+    probe.join(60)
+    return probe.exitcode == 0
 
 
-def finish(started: dict[str, subprocess.Popen], results: Path, log: Path) -> None:
-    """Wait for processes to end; tell the plain engine, and the user, of those that failed."""
-    since, waiting = time.monotonic(), dict(started)
+def touch_gpu() -> None:
+    """End well if this process can use the GPU."""
+    import torch
+
+    torch.zeros(1, device="cuda")
+
+
+def forked_main(name: str, folder: Path, results: Path, names: list[str], log: Path) -> None:
+    """One engine's process, forked: as if it had been started with its log as output."""
+    with log.open("w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    code = 1
+    try:
+        engine_main(name, folder, results, names)
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)  # no tidying up: what the parent left here is not this process's
+
+
+def start(name: str, folder: Path, results: Path, names: list[str], log: Path, fork: bool):
+    """Start an engine's process."""
+    names = [n for n in names if n != "plain"]
+    if fork:
+        arguments = (name, folder, results, names, log)
+        process = multiprocessing.get_context("fork").Process(target=forked_main, args=arguments)
+        process.start()
+        return process
+    command = [sys.executable, __file__, "--engine", name, "--folder", str(folder), "--results", str(results)]
+    with log.open("w") as stream:
+        return subprocess.Popen([*command, "--only", ",".join(names)], stdout=stream, stderr=subprocess.STDOUT)
+
+
+def finish(running: dict, logs: Path) -> None:
+    """Wait for all processes; tell the plain engine, and the user, of those that failed."""
+    since, waiting = time.monotonic(), dict(running)
     while waiting:
-        for name, process in list(waiting.items()):
-            if process.poll() is None:
+        for (gate, name), (process, results) in list(waiting.items()):
+            code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+            if code is None:
                 continue
-            del waiting[name]
-            print(f"       {log.name}{name}: {time.monotonic() - since:.0f} s", flush=True)
-            if process.returncode:
+            del waiting[gate, name]
+            print(f"       {gate} {name}: {time.monotonic() - since:.0f} s, exit status {code}", flush=True)
+            if code:
                 (results / f"{name}.failed").touch()
-                print("\n".join(Path(f"{log}{name}.log").read_text().splitlines()[-25:]), flush=True)
+                print("\n".join(log_of(logs, gate, name).read_text().splitlines()[-25:]), flush=True)
         time.sleep(0.2)
+
+
+def log_of(logs: Path, gate: str, name: str) -> Path:
+    """Where an engine's process writes."""
+    return logs / f"kda-{gate}-{name}.log"
 
 
 def figures(engines: dict) -> dict:
@@ -236,7 +291,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--gpus", default="0", help="numbers of the GPUs to spread the engines over, separated by commas"
     )
-    parser.add_argument("--out", type=Path, help="write laws and figures here, and the engines' logs beside it")
+    parser.add_argument("--out", type=Path, help="write laws and figures here; the engines' logs and texts beside it")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
@@ -245,29 +300,34 @@ def parse_args() -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> int:
     """Start all engines, wait for them, and check."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "OMP_NUM_THREADS": "1"}
     from kda_pair import write_pair
 
     gates = list(ENGINES) if args.gate == "both" else [args.gate]
     chosen = {g: [n for n in ENGINES[g] if args.only is None or n in args.only.split(",")] for g in gates}
-    gpus, reports, kept = [int(g) for g in args.gpus.split(",")], {}, {}
+    gpus, running, reports, kept = args.gpus.split(","), {}, {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         logs = args.out.parent if args.out else Path(temporary)
-        logs.mkdir(parents=True, exist_ok=True)
-        running = []
+        folders = {gate: Path(temporary) / gate for gate in gates}
+        results = {gate: logs / f"kda-{gate}" for gate in gates}  # what engines wrote outlives this program
         for gate in gates:
-            folder, results = Path(temporary) / gate, Path(temporary) / f"{gate}-results"
-            results.mkdir()
-            write_pair(folder, full_rank=gate == "full-rank")
-            log = logs / f"kda-{gate}-"
-            started = spawn(chosen[gate], folder, results, log, gpus)
-            watcher = threading.Thread(target=finish, args=(started, results, log))
-            watcher.start()
-            running.append((gate, results, watcher))
-        for gate, results, watcher in running:
-            watcher.join()
-            engines = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-            reports[gate] = check_gate(gate, engines, chosen[gate])
-            kept[gate] = figures(engines)
+            results[gate].mkdir(parents=True, exist_ok=True)
+            for old in results[gate].iterdir():
+                old.unlink()
+            write_pair(folders[gate], full_rank=gate == "full-rank")
+        fork = prepare(folders[gates[0]])
+        print(f"       ready, {'forking' if fork else 'starting'} the engines' processes", flush=True)
+        for number, (gate, name) in enumerate((g, n) for g in gates for n in chosen[g]):
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+            log = log_of(logs, gate, name)
+            process = start(name, folders[gate], results[gate], chosen[gate], log, fork)
+            running[gate, name] = process, results[gate]
+        finish(running, logs)
+    for gate in gates:
+        engines = {path.stem: json.loads(path.read_text()) for path in sorted(results[gate].glob("*.json"))}
+        reports[gate] = check_gate(gate, engines, chosen[gate])
+        kept[gate] = figures(engines)
     laws = [law for report in reports.values() for law in report.laws]
     failed = sum(not law["holds"] for law in laws)
     print(f"{len(laws) - failed} of {len(laws)} laws hold")
