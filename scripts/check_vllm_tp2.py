@@ -1,14 +1,13 @@
 """vLLM's V2 runner on one GPU and on two: the same drafts on every rank, the same tokens, the same acceptance.
 
-    python3 scripts/check_vllm_tp2.py --gpus 2 --out tp.json            tp 1 and tp 2, all engines side by side
-    python3 scripts/check_vllm_tp2.py --tp 1 --out tp1.json             one GPU only
-    python3 scripts/check_vllm_tp2.py --tp 1 --pairs default --target /tmp/smollm2
-    python3 scripts/check_vllm_tp2.py --compare tp1.json tp2.json       runs of different days
+    python3 scripts/check_vllm_tp2.py --gpus 2 --out tp.json        five engines side by side, nine processes
+    python3 scripts/check_vllm_tp2.py --engines qwen3/plain/1,qwen3/gated/2,qwen3/rnn/2 --gpus 2
+    python3 scripts/check_vllm_tp2.py --engines default/plain/1,default/vanilla/1 --target /tmp/smollm2
 
 Pairs: a tiny random Qwen3 in float32 (`serve_heads_vllm.py`), and a tiny random Kimi K3 (`kda_pair.py`) in bfloat16,
-which is what its kernels take. The embedded pair has 9 heads, which cannot be cut in two. Each pair has a plain engine
-and one for each drafter; in those all ranks compare their drafts and emitted tokens after every step, and a difference
-ends the run with an error.
+which is what its kernels take. The embedded pair has 9 heads, which cannot be cut in two. An engine is named by pair,
+head ("plain" has no drafter) and tensor-parallel size. All ranks compare their drafts and emitted tokens after every
+step, and a difference ends the run with an error.
 
 Laws printed as OK or FAILED: greedy output equals the plain one (float32), a seeded request repeats, and it is the same
 alone as in a batch (float32); greedy output is the same on one GPU and on two (float32), and acceptance agrees. In
@@ -24,12 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ENGINES = {
-    "qwen3": ("plain", "vanilla", "gated"),
-    "k3": ("plain", "vanilla"),
-    "default": ("plain", "vanilla"),
-}
-MAX_TOKENS = 64
+PAIRS = ("qwen3", "k3", "default")
+ENGINES = "qwen3/plain/1,qwen3/gated/1,qwen3/gated/2,k3/vanilla/1,k3/vanilla/2"
+MAX_TOKENS = 48
 NUM_DRAFTS = 5
 NUM_REQUESTS = 8
 EXACT = {"qwen3": True, "default": True, "k3": False}
@@ -110,43 +106,42 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All engines at once; one GPU each at tp 1, all of them at more."""
+    """All engines at once; one GPU each at tp 1, all of them at more. Each is written down as it ends."""
     from side_by_side import Job, run_jobs
 
-    keys = [(pair, mode, tp) for tp in args.tp for pair in args.pairs for mode in ENGINES[pair]]
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        write_pairs(Path(scratch), args.pairs)
+        write_pairs(Path(scratch), args.engines)
         jobs = []
-        for pair, mode, tp in keys:
+        for pair, mode, tp in args.engines:
             passed_on = ["--engine", f"{pair}/{mode}/{tp}", "--folder", scratch, *args.passed_on]
             jobs.append(Job(f"{pair}-{mode}-tp{tp}", passed_on, tp, mode != "plain"))
-        results = run_jobs(__file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit)
-    return [
-        {"pair": pair, "mode": mode, "tp": tp} | results[job.name]
-        for (pair, mode, tp), job in zip(keys, jobs, strict=True)
-    ]
+        for index, result in run_jobs(__file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit):
+            results.append(dict(zip(("pair", "mode", "tp"), args.engines[index], strict=True)) | result)
+            args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+            print(f"{jobs[index].name} ended", file=sys.stderr, flush=True)
+    return results
 
 
-def write_pairs(folder: Path, pairs: Sequence[str]) -> None:
-    """The random pairs, in folders of their names."""
-    if "k3" in pairs:
+def write_pairs(folder: Path, engines: Sequence[tuple[str, str, int]]) -> None:
+    """The random pairs that the engines need, in folders of their names."""
+    if any(pair == "k3" for pair, _, _ in engines):
         from kda_pair import write_pair
 
         write_pair(folder / "k3")
-    if "qwen3" in pairs:
+    heads = {mode for pair, mode, _ in engines if pair == "qwen3"}
+    if heads:
         from serve_heads_vllm import write_drafter, write_target
 
         target = write_target(folder / "qwen3" / "target")
-        for head in ENGINES["qwen3"][1:]:
+        for head in heads - {"plain"}:
             write_drafter(folder / "qwen3" / head, head, target)
 
 
-def find(results: Sequence[dict[str, Any]], pair: str, mode: str, tp: int) -> dict[str, Any] | None:
-    """The run of an engine; None if there was none or it failed."""
-    for each in results:
-        if (each["pair"], each["mode"], each["tp"]) == (pair, mode, tp) and "error" not in each:
-            return each
-    return None
+def find_plain(results: Sequence[dict[str, Any]], pair: str) -> dict[str, Any] | None:
+    """The plain run of a pair; None if there was none or it failed."""
+    plain = [each for each in results if (each["pair"], each["mode"]) == (pair, "plain") and "error" not in each]
+    return plain[0] if plain else None
 
 
 def report(law: str, holds: bool | None, detail: str = "") -> bool:
@@ -169,15 +164,16 @@ def check_runs(results: Sequence[dict[str, Any]]) -> bool:
         if "error" in ours:
             ok = report(f"{where}: runs to its end", False, ours["error"])
             continue
-        plain = find(results, pair, "plain", ours["tp"])
-        if ours["mode"] == "plain" or plain is None:
+        plain = find_plain(results, pair)
+        if ours["mode"] == "plain":
             continue
 
         def law(words: str, left: Any, right: Any, exact: bool = EXACT[pair], where: str = where) -> bool:
             return report(f"{where}: {words}", left == right if exact else None, equal(left, right))
 
         ok &= report(f"{where}: runs to its end, no step on which ranks differed", True, f"{ours['seconds']:.0f} s")
-        ok &= law("greedy output is the plain one", ours["greedy"], plain["greedy"])
+        if plain is not None:
+            ok &= law("greedy output is the plain one", ours["greedy"], plain["greedy"])
         ok &= law("seeded requests repeat", ours["sampled"], ours["sampled_again"])
         ok &= law("a seeded request is the same alone", ours["alone"], ours["sampled"][3:4])
         greedy, sampled = ours["greedy_per_step"], ours["sampled_per_step"]
@@ -186,11 +182,11 @@ def check_runs(results: Sequence[dict[str, Any]]) -> bool:
     return ok
 
 
-def compare(left: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> bool:
+def compare(results: Sequence[dict[str, Any]]) -> bool:
     """The laws between runs at tp 1 and at more."""
     ok = True
-    for a in left:
-        for b in right:
+    for a in results:
+        for b in results:
             if "error" in a or "error" in b or (a["pair"], a["mode"]) != (b["pair"], b["mode"]) or a["tp"] >= b["tp"]:
                 continue
             where = f"{a['pair']} {a['mode']}: tp={a['tp']} and tp={b['tp']}"
@@ -207,44 +203,38 @@ def compare(left: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tp", default="1,2", help="tensor-parallel sizes")
+    parser.add_argument("--engines", default=ENGINES, help=f"pair/head/tp, pairs {', '.join(PAIRS)}")
     parser.add_argument("--gpus", type=int, default=1, help="spread the one-GPU engines over so many")
     parser.add_argument("--target", help="folder of the default target; needed for the pair default")
     parser.add_argument("--drafter", help="folder of its drafter; the embedded one if left out")
-    parser.add_argument("--pairs", default="qwen3,k3", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--graphs", action="store_true", help="in CUDA graphs")
     parser.add_argument("--limit", type=float, default=240, help="seconds until what still runs is stopped")
     parser.add_argument("--out", type=Path, default=Path("check_vllm_tp.json"))
     parser.add_argument("--logs", type=Path, default=Path("check_vllm_tp_logs"))
-    parser.add_argument("--compare", type=Path, nargs=2, metavar=("FIRST", "SECOND"))
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.passed_on = list(argv)
-    args.pairs = args.pairs.split(",")
-    args.tp = [int(each) for each in args.tp.split(",")]
-    if args.compare is None and "default" in args.pairs and args.target is None:
-        parser.error("--target is missing: scripts/bench_vllm_gpu.py --export-target DIR writes it")
-    if args.drafter is None:
-        from dspark.default import default_drafter_path
+    args.engines = [(pair, mode, int(tp)) for pair, mode, tp in (each.split("/") for each in args.engines.split(","))]
+    if any(pair == "default" for pair, _, _ in args.engines):
+        if args.target is None:
+            parser.error("--target is missing: scripts/bench_vllm_gpu.py --export-target DIR writes it")
+        if args.drafter is None:
+            from dspark.default import default_drafter_path
 
-        args.drafter = str(default_drafter_path())
+            args.drafter = str(default_drafter_path())
     return args
 
 
 def main() -> None:
-    """Compare two files, serve one engine (as a child), or run all engines and check them."""
+    """Serve one engine (as a child), or run all engines and check them."""
     sys.path.insert(0, str(Path(__file__).parent))  # absent with -P
     args = parse_args(sys.argv[1:])
     if args.engine is not None:
         serve(args)
         return
-    if args.compare is not None:
-        first, second = (json.loads(path.read_text(encoding="utf-8")) for path in args.compare)
-        sys.exit(0 if compare(first, second) & compare(second, first) else 1)
     results = run_all(args)
-    args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
-    sys.exit(0 if check_runs(results) & compare(results, results) else 1)
+    sys.exit(0 if check_runs(results) & compare(results) else 1)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-HEADS = ("vanilla", "gated", "rnn", "none", "rnn-1+N", "gated-reduced")
+HEADS = ("vanilla", "gated", "rnn", "none", "rnn-fill", "gated-reduced")
 VOCAB, HIDDEN, LAYERS, RANK, BLOCK = 512, 128, 6, 128, 6
 NUM_DRAFTS, NUM_TOKENS = 5, 64
 VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"speculative_config": {"dspark_draft_topk": 16}},
     "fp8": {"additional_config": {"dspark": {"w2": "fp8"}}},
 }
-LAW_REQUESTS, LAW_TOKENS, LAW_PROMPT = 6000, 5, [7, 11, 13, 17]
+LAW_REQUESTS, LAW_TOKENS, LAW_PROMPT = 2000, 4, [7, 11, 13, 17]
 FEW = 40  # tokens seen less often in both samples together are counted as one
 MAX_Z = 4.0
 PROMPTS = [[5 + i, 20, 30 + i] * (1 + 3 * i) for i in range(7)]
@@ -72,7 +72,7 @@ def write_drafter(folder: Path, name: str, target: dict[str, torch.Tensor]) -> P
     """A drafter with one kind of head, in the DeepSpec packaging; with a reduced vocabulary in that of speculators."""
     from safetensors.torch import save_file
 
-    kind, fill, reduced = name.split("-")[0], name.endswith("1+N"), name.endswith("reduced")
+    kind, fill, reduced = name.split("-")[0], name.endswith("fill"), name.endswith("reduced")
     kept = torch.arange(0, VOCAB, 2) if reduced else torch.arange(VOCAB)
     backbone = {
         "model_type": "qwen3",
@@ -280,37 +280,35 @@ def distance(left: dict[str, int], right: dict[str, int]) -> float:
     return ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
 
 
-def compare(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown of all runs, each greedy output against the plain one."""
-    plain = next(run for run in runs if run["head"] == "plain")
-    if "error" in plain:
-        return f"the plain engine failed: {plain['error']}"
-    lines = [
-        "| head | plug-in | graphs | greedy equals plain | tokens a step, T=0 | T=1 | seeded alone as in batch | law |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for run in runs:
-        if run["head"] == "plain":
-            continue
-        if "error" in run:
-            cells = [f"does not run: {run['error']}", "", "", "", ""]
-        else:
-            greedy, sampled = run["T=0"], run["T=1"]
+HEADER = (
+    "| head | plug-in | graphs | greedy equals plain | tokens a step, T=0 | T=1 | seeded alone as in batch | law |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def row(run: dict[str, Any], plain: dict[str, Any] | None) -> str:
+    """A line of the table: a run against the plain one."""
+    if "error" in run:
+        cells = [f"does not run: {run['error']}", "", "", "", ""]
+    else:
+        greedy, sampled = run["T=0"], run["T=1"]
+        cells = ["", *(f"{each['tokens_per_step']:.2f}" for each in (greedy, sampled))]
+        cells += [str(sampled["alone_as_in_the_batch"]), ""]
+        if plain is not None:
             same = [a == b for a, b in zip(greedy["tokens"], plain["T=0"]["tokens"], strict=True)]
-            steps = [f"{each['tokens_per_step']:.2f}" for each in (greedy, sampled)]
-            far = [distance(a, b) for a, b in zip(run["law"], plain["law"], strict=True)]
-            law = f"{'OK' if max(far) < MAX_Z else 'FAILED'} ({max(far):.1f})"
-            cells = [f"{sum(same)} of {len(same)}", *steps, str(sampled["alone_as_in_the_batch"]), law]
-        lines.append(f"| {run['head']} | {run['plugin']} | {run['graphs']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            far = max(distance(a, b) for a, b in zip(run["law"], plain["law"], strict=True))
+            cells[0] = f"{sum(same)} of {len(same)}"
+            cells[-1] = f"{'OK' if far < MAX_Z else 'FAILED'} ({far:.1f})"
+    return f"| {run['head']} | {run['plugin']} | {run['graphs']} | {' | '.join(cells)} |"
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--heads", default=",".join(HEADS))
-    parser.add_argument("--graph-heads", default="gated,rnn,none", help="those served in CUDA graphs too, plug-in on")
-    parser.add_argument("--variants", default="vanilla+topk,gated+topk,gated+fp8", help="plug-in on, in CUDA graphs")
+    parser.add_argument("--off-heads", default="gated,rnn,none", help="those served without the plug-in too")
+    parser.add_argument("--graph-heads", default="gated,rnn", help="those served in CUDA graphs too, plug-in on")
+    parser.add_argument("--variants", default="gated+topk,gated+fp8", help="plug-in on, in CUDA graphs")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--gpus", type=int, default=1, help="spread the engines over so many")
     parser.add_argument("--limit", type=float, default=240, help="seconds until what still runs is stopped")
@@ -321,13 +319,22 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.heads = args.heads.split(",")
+    args.off_heads = [name for name in args.off_heads.split(",") if name in args.heads]
     args.graph_heads = [name for name in args.graph_heads.split(",") if name in args.heads]
     args.graph_heads += [name for name in args.variants.split(",") if name.partition("+")[0] in args.heads]
     return args
 
 
+def engines(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
+    """(head, plug-in, in graphs) of every engine; those that matter most come first."""
+    chosen = [("plain", "on", False)]
+    chosen += [(name, plugin, False) for name in args.off_heads for plugin in ("on", "off")]
+    chosen += [(name, "on", False) for name in args.heads if name not in args.off_heads]
+    return chosen + [(name, "on", True) for name in args.graph_heads]
+
+
 def main() -> None:
-    """Write the pair, run all engines side by side, and print the table."""
+    """Write the pair, run all engines side by side, and print each as it ends."""
     sys.path.insert(0, str(Path(__file__).parent))  # absent with -P
     args = parse_args(sys.argv[1:])
     if args.engine is not None:
@@ -335,28 +342,30 @@ def main() -> None:
         return
     from side_by_side import Job, run_jobs
 
-    chosen = [("plain", "on", False)]
-    chosen += [(name, plugin, False) for plugin in ("on", "off") for name in args.heads]
-    chosen += [(name, "on", True) for name in args.graph_heads]
+    chosen, runs, plain = engines(args), [], None
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         target = write_target(folder / "target")
         for name in args.heads:
             write_drafter(folder / name, name, target)
         jobs = []
-        for name, plugin, graphs in chosen:
+        for index, (name, plugin, graphs) in enumerate(chosen):
             passed_on = ["--engine", name, "--dtype", args.dtype, "--folder", scratch, *(["--graphs"] * graphs)]
             label = f"{name}-{plugin}{'-graphs' * graphs}"
-            jobs.append(Job(label, passed_on, 1, plugin == "on", {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}))
-        results = run_jobs(__file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit)
-    runs = [
-        {"head": name, "plugin": plugin, "graphs": graphs} | results[job.name]
-        for (name, plugin, graphs), job in zip(chosen, jobs, strict=True)
-    ]
-    if args.out:
-        with Path(args.out).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(run) + "\n" for run in runs)
-    print(compare(runs))
+            jobs.append(Job(label, passed_on, plugin=plugin == "on", nice=min(index, 15)))
+        print(HEADER, flush=True)
+        for index, result in run_jobs(__file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit):
+            name, plugin, graphs = chosen[index]
+            runs.append({"head": name, "plugin": plugin, "graphs": graphs} | result)
+            if args.out:
+                with Path(args.out).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(runs[-1]) + "\n")
+            first = plain is None
+            if name == "plain" and "error" not in result:
+                plain = runs[-1]
+            for run in runs if first and plain is not None else runs[-1:]:
+                if run is not plain:
+                    print(row(run, plain), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,17 @@ class Job:
         arguments: of the program that runs again as the child.
         num_gpus: how many it takes.
         plugin: whether the DSpark plug-in is loaded.
-        environment: further variables.
+        nice: how much it gives way to the others while all of them start.
     """
 
     name: str
     arguments: Sequence[str]
     num_gpus: int = 1
     plugin: bool = True
-    environment: dict[str, str] = field(default_factory=dict)
+    nice: int = 0
 
 
-def run_jobs(program: str, jobs: Sequence[Job], *, gpus: int, logs: Path, limit_s: float) -> dict[str, Any]:
+def run_jobs(program: str, jobs: Sequence[Job], *, gpus: int, logs: Path, limit_s: float) -> Iterator[tuple[int, Any]]:
     """Run all jobs at once.
 
     Args:
@@ -50,37 +51,41 @@ def run_jobs(program: str, jobs: Sequence[Job], *, gpus: int, logs: Path, limit_
         logs: folder for a log of each.
         limit_s: seconds after which what still runs is stopped.
 
-    Returns:
-        Name -> what the child printed; {"error": ...} where it printed nothing.
+    Yields:
+        Index of a job that ended, and what the child printed; {"error": ...} where it printed nothing.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    children = []
-    for index, job in enumerate(jobs):
-        environment = os.environ | {"VLLM_PLUGINS": "dspark" if job.plugin else "", "OMP_NUM_THREADS": "1"}
-        if gpus and job.num_gpus == 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(index % gpus)
-        log = logs / f"{job.name}.log"
-        child = subprocess.Popen(
-            [sys.executable, program, *job.arguments],
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            env=environment | job.environment,
-            start_new_session=True,
-            text=True,
-        )
-        children.append((job, log, child))
     deadline = time.monotonic() + limit_s
-    return {job.name: _result(child, log, max(deadline - time.monotonic(), 1.0)) for job, log, child in children}
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        running = {}
+        for index, job in enumerate(jobs):
+            environment = os.environ | {"VLLM_PLUGINS": "dspark" if job.plugin else "", "OMP_NUM_THREADS": "1"}
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process less for each
+            if gpus and job.num_gpus == 1:
+                environment["CUDA_VISIBLE_DEVICES"] = str(index % gpus)
+            log = logs / f"{job.name}.log"
+            child = subprocess.Popen(
+                ["nice", "-n", str(job.nice), sys.executable, program, *job.arguments],
+                stdout=subprocess.PIPE,
+                stderr=log.open("w"),
+                env=environment,
+                start_new_session=True,
+                text=True,
+            )
+            running[pool.submit(_result, child, log, deadline)] = index
+        for future in as_completed(running):
+            yield running[future], future.result()
 
 
-def _result(child: subprocess.Popen, log: Path, patience_s: float) -> Any:
+def _result(child: subprocess.Popen, log: Path, deadline: float) -> Any:
     """The child's line, or why there is none."""
     try:
-        output, _ = child.communicate(timeout=patience_s)
+        output, _ = child.communicate(timeout=max(deadline - time.monotonic(), 1.0))
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        return {"error": f"stopped after the time limit; the end of its log: {_tail(log, 3)}"}
+        output, _ = child.communicate()
+        if not output.strip():
+            return {"error": f"stopped after the time limit; the end of its log: {_tail(log, 3)}"}
     if not output.strip():
         return {"error": f"ended with status {child.returncode}; the end of its log: {_tail(log, 6)}"}
     return json.loads(output)

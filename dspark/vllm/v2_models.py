@@ -90,9 +90,10 @@ class DSparkDraftModel(Qwen3DSparkForCausalLM):
 
     def _calibration_temperatures(self) -> torch.Tensor | None:
         """[max drafts] of `confidence_calibration.json` beside the weights, None where there is none."""
-        container = open_container(self.draft_model_config.model)
-        resolved = check_files(container, None, None, Findings())
-        calibration = None if resolved is None else stored_calibration(container, resolved)
+        with torch.device("cpu"):
+            container = open_container(self.draft_model_config.model)
+            resolved = check_files(container, None, None, Findings())
+            calibration = None if resolved is None else stored_calibration(container, resolved)
         if calibration is None:
             return None
         return torch.tensor(calibration.temperatures, device=self.confidence_head.proj.weight.device)
@@ -158,7 +159,8 @@ class DSparkDraftModel(Qwen3DSparkForCausalLM):
 
 def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
     """The checkpoint's record, read again in this process; everything was refused that is to be refused."""
-    return resolve_drafter(vllm_config.speculative_config.draft_model_config.model, vllm_config.model_config)
+    with torch.device("cpu"):  # vLLM builds models with the GPU as the default device, and files are read here
+        return resolve_drafter(vllm_config.speculative_config.draft_model_config.model, vllm_config.model_config)
 
 
 def _all_but_head(

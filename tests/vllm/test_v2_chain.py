@@ -14,6 +14,7 @@ from dspark.families.container import open_container
 from dspark.sampling import SamplingParams, SamplingTensors, Streams, draft_token
 from dspark.schedule import step_streams
 from dspark.vllm.v1 import served_target
+from dspark.vllm.v2_models import drafter_config
 
 STEP = Step(
     slots=[6, 2, 7],
@@ -161,6 +162,14 @@ def test_confidences_and_numbers_of_each_step(loaded):
     assert speculator.draft_tokens[:3].tolist() == tokens.tolist()
     probs = speculator.draft_token_confidence_probs[:3]
     assert torch.allclose(probs, confidence.sigmoid(), atol=1e-6)
+
+
+def test_a_checkpoint_is_read_on_the_cpu_whatever_the_default_device(target, drafter, monkeypatch):
+    """vLLM builds models with the GPU as torch's default; a reduced vocabulary's table is read in between."""
+    without_v1_checks(monkeypatch)
+    config = make_config(target, drafter("speculators", transformer_layer_config__layer_types=["full_attention"] * 2))
+    with torch.device("meta"):
+        assert drafter_config(config).draft_vocab_size == 129
 
 
 def test_a_requests_drafts_do_not_depend_on_its_neighbours(loaded):
