@@ -16,10 +16,10 @@ from dspark.kernels.markov_held import _held_chain_kernel
 from dspark.kernels.markov_persistent import _chain_kernel
 
 HELD_BATCH = 16  # requests up to which W2 may stay on chip; more of them need the registers for the race
-MAX_BLOCK_B = 64
+MAX_BLOCK_B = 32  # at 64 the product would be one of warpgroups, whose operands wait for a fence at every tile
 TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
-FEATURE_ELEMENTS = 32768  # of a block of requests: 64 KB
-SHARED_BYTES = 200 * 1024
+FEATURE_ELEMENTS = 16384  # of a block of requests: 32 KB
+SHARED_RESERVE = 28 * 1024  # of a multiprocessor's shared memory, for layout changes and reductions
 HELD_ELEMENTS = 32768  # elements of W2 a program keeps in registers through the steps
 INTERPRETED_PROGRAMS = 3  # the interpreter runs programs one by one; a few of them still join their words
 
@@ -38,6 +38,7 @@ class DensePlan:
     held: bool  # whether a program keeps its rows of W2 on chip through all steps
     stages: int
     num_warps: int
+    residents: int  # programs of one multiprocessor
 
     @classmethod
     def choose(
@@ -50,45 +51,44 @@ class DensePlan:
             persistent = simple and base.device.type == "cuda"
         if persistent and not simple:
             raise ValueError(f"a {weights.kind} head has no persistent form: its features cost a matrix product")
-        limit = num_programs or device_programs(base.device)
         block_r = triton.next_power_of_2(max(weights.rank, 16))
         wide = 2 if weights.w1 is not None and weights.w1.element_size() > 2 else 1
+        block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B, max(FEATURE_ELEMENTS // wide // block_r, 16))
+        residents = 2 if block_b > 16 else 1
+        limit = num_programs or residents * device_programs(base.device)
         own = triton.next_power_of_2(max(triton.cdiv(columns, limit), 64))
         held = persistent and weights.rank > 0 and batch <= HELD_BATCH and own * block_r * wide <= HELD_ELEMENTS
         tile = own if held else max(min(TILE_ELEMENTS // wide // block_r, 128), 16)
-        block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B, max(FEATURE_ELEMENTS // wide // block_r, 16))
         num_blocks = triton.cdiv(batch, block_b)
         num_tiles = triton.cdiv(columns, tile)
         parts = max(min(num_tiles, limit // num_blocks), 1)
         parts = triton.cdiv(num_tiles, triton.cdiv(num_tiles, parts))  # no more than it takes in that many rounds
         if held and batch == 1:
             parts = min(limit, columns)  # its rows need not be a power of two
-        num_warps = 16 if block_b > 16 or (held and block_b == 16) else 8
         return cls(
             persistent=persistent,
             block_b=block_b,
             num_blocks=num_blocks,
             block_g=tile // 4,
-            # Sixty-four rows and more take warpgroup products, in which a warp has neighbouring columns; below, a warp
-            # has 8 columns of every 8 num_warps.
-            stride=min(16 if block_b >= 64 else 8 * num_warps // (2 if block_b == 32 else 1), tile // 2),
+            stride=min(64, tile // 2),  # the eight warps have 8 columns each of every 64, or of every 32
             num_tiles=num_tiles,
             num_parts=parts,
             held=held,
-            stages=_stages(weights, block_b, block_r, tile * block_r),
-            num_warps=num_warps,
+            stages=_stages(weights, block_b, block_r, tile * block_r, shared_bytes(base.device) // residents),
+            num_warps=8,
+            residents=residents,
         )
 
 
-def _stages(weights: MarkovWeights, block_b: int, block_r: int, tile: int) -> int:
-    """Tiles of W2 in flight: what shared memory holds beside the features and a decoded 8-bit tile, at most four."""
+def _stages(weights: MarkovWeights, block_b: int, block_r: int, tile: int, shared: int) -> int:
+    """Stages of the loop over tiles, at most four: one tile less is in flight, in what `shared` bytes hold beside the
+    features.
+    """
     if weights.w1 is None or weights.w2 is None:
         return 3  # of the base logits
-    size = weights.w1.element_size()
-    others = size * max(block_b, 16) * block_r + (2 * tile if weights.w2_scale is not None else 0)
-    fit = max((SHARED_BYTES - others) // (tile * weights.w2.element_size()), 1)
-    # Below warpgroup products a tile is copied out of its buffer before the product, and one more stage takes no room.
-    return min(fit + (block_b < 64), 4)
+    features = weights.w1.element_size() * max(block_b, 16) * block_r
+    fit = (shared - features) // (tile * weights.w2.element_size())
+    return min(max(fit, 1) + 1, 4)
 
 
 def device_programs(device: torch.device) -> int:
@@ -96,6 +96,13 @@ def device_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory of a multiprocessor that tiles may take; an H100's where there is no GPU."""
+    if device.type != "cuda":
+        return 228 * 1024 - SHARED_RESERVE
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - SHARED_RESERVE
 
 
 class DenseWorkspace:
@@ -273,6 +280,7 @@ def _race_arguments(weights: MarkovWeights, base: torch.Tensor, out: ChainOutput
         "STRIDE": plan.stride,
         "STAGES": plan.stages,
         "num_warps": plan.num_warps,
+        "maxnreg": 65536 // 32 // plan.num_warps // plan.residents,  # so that the residents fit
     }
 
 
@@ -365,6 +373,7 @@ def _launch_persistent(
         "HAS_ROWS": requests.cache_rows is not None,
         "CONFIDENCE": confidence_kind(weights, hidden),
         "BLOCK_H": 1024,
+        "BLOCK_S": triton.next_power_of_2(base.shape[1]),
         "BLOCK_V": triton.next_power_of_2(plan.num_parts),
         "launch_cooperative_grid": True,
     }
@@ -378,5 +387,5 @@ def _launch_persistent(
     else:
         _chain_kernel[(plan.num_parts * plan.num_blocks,)](
             *tensors, len(base), base.shape[-1], plan.num_tiles, plan.num_parts, *sizes,
-            POLLED_ROWS=min(plan.block_b, 16), HELD=plan.held, **common, **race,
+            POLLED_ROWS=plan.block_b, HELD=plan.held, **common, **race,
         )  # fmt: skip

@@ -8,7 +8,7 @@ so that latency decides.
 from dspark.kernels import tl, triton
 from dspark.kernels.markov_dense import race_columns, request_rows
 from dspark.kernels.markov_device import fast_exp2, fast_log2, read_weight
-from dspark.kernels.markov_persistent import joined, own_confidences, publish, slot_of
+from dspark.kernels.markov_persistent import join_masses, joined, own_confidences, publish, slot_of
 
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
 
@@ -23,7 +23,7 @@ def _held_chain_kernel(
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, CONFIDENCE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr, HELD: tl.constexpr, REDUCED: tl.constexpr, SCALED: tl.constexpr,
     SCATTERED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """All steps of at most BLOCK_B requests. Programs [num_parts]; words [2, num_parts, BLOCK_B], masses [STEPS,
     num_parts, BLOCK_B].
@@ -73,9 +73,12 @@ def _held_chain_kernel(
         peak = tl.maximum(tl.max(x, axis=1), _LOWEST)
         mass = peak + fast_log2(tl.maximum(tl.sum(fast_exp2(x - peak[:, None]), axis=1), 1e-37))
         token = joined(
-            tl.where(noisy > 0.0, mass, peak), token, part, 0, step, epoch, tag, live, w1_ptr, words_ptr + start,
-            masses_ptr, scratch_ptr, tokens_ptr, lse_ptr, confidence_ptr, confidence_weight_ptr, temperature_ptr,
-            cache_rows_ptr, batch, num_parts, hidden_size,
-            HAS_ROWS, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, BLOCK_B,
+            tl.where(noisy > 0.0, mass, peak), token, part, 0, step, tag, live, w1_ptr, words_ptr + start,
+            masses_ptr, scratch_ptr, tokens_ptr, confidence_ptr, confidence_weight_ptr, batch, num_parts, hidden_size,
+            STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, BLOCK_B,
         )  # fmt: skip
+    join_masses(
+        masses_ptr, 0, epoch, part, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
+        HAS_ROWS, STEPS, BLOCK_S, BLOCK_V, BLOCK_B,
+    )  # fmt: skip
     tl.store(epochs_ptr + part, epoch + STEPS)

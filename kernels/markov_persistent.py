@@ -61,23 +61,27 @@ def _winners(
 
 
 @triton.jit
-def _join_masses(
-    masses_ptr, first_row, tag, part, step, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
-    HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
+def join_masses(
+    masses_ptr, first_row, epoch, part, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
+    HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers of a step, from everyone's masses [num_parts, BLOCK_B]; a row is one program's."""
-    other = tl.arange(0, BLOCK_V)
-    there = other < num_parts
-    for r in range((part + step) % num_parts, BLOCK_B, num_parts):
+    """Normalisers of all steps, from everyone's masses [STEPS, num_parts, BLOCK_B], once the last step is over; a row
+    is one program's.
+    """
+    other, step = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
+    there = (other < num_parts)[:, None] & (step < STEPS)[None, :]
+    tags = (tl.zeros([BLOCK_S], tl.int64) + epoch + step) & 255
+    for r in range(part, BLOCK_B, num_parts):
         row = first_row + r
         live = row < batch
         if HAS_ROWS:
             live = live & (tl.load(cache_rows_ptr + row, mask=live, other=-1) >= 0)
         if live:
-            masses = _polled(masses_ptr + other * BLOCK_B + r, there, tag)
+            at = (step[None, :] * num_parts + other[:, None]) * BLOCK_B + r
+            masses = _polled(masses_ptr + at, there, tags[None, :])
             parts = tl.where(there, (masses >> 32).to(tl.int32).to(tl.float32, bitcast=True), _LOWEST)
             _, noisy = row_scales(tl.load(temperature_ptr + row))
-            tl.store(lse_ptr + row * STEPS + step, joined_log2_mass(parts, noisy, 0))
+            tl.store(lse_ptr + row * STEPS + step, joined_log2_mass(parts, noisy, 0), mask=step < STEPS)
 
 
 @triton.jit
@@ -115,20 +119,19 @@ def publish(word, words_ptr, part, tag, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def joined(
-    mass, previous, part, first_row, step, epoch, tag, live, w1_ptr, words_ptr, masses_ptr, scratch_ptr,
-    tokens_ptr, lse_ptr, confidence_ptr, confidence_weight_ptr, temperature_ptr, cache_rows_ptr,
-    batch, num_parts, hidden_size, HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, CONFIDENCE: tl.constexpr,
+    mass, previous, part, first_row, step, tag, live, w1_ptr, words_ptr, masses_ptr, scratch_ptr,
+    tokens_ptr, confidence_ptr, confidence_weight_ptr, batch, num_parts, hidden_size,
+    STEPS: tl.constexpr, CONFIDENCE: tl.constexpr,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Everyone's tokens [BLOCK_B] of a step, after this program's words of it are published.
 
-    Whatever no token depends on is done while the words travel: this program's log2 masses [BLOCK_B], the share of the
-    previous tokens in the confidence, and the normalisers of the step before.
+    What no token depends on is done while the words travel: this program's log2 masses [BLOCK_B] go out, and the share
+    of the previous tokens in the confidence is added.
     """
     local, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
     row = first_row + local
     slot = num_parts * BLOCK_B  # of one step and block
-    masses_ptr += first_row // BLOCK_B * STEPS * slot
     packed = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag
     tl.atomic_xchg(masses_ptr + step * slot + part * BLOCK_B + local, packed, sem="relaxed")
     if CONFIDENCE == "hidden+markov":
@@ -140,18 +143,8 @@ def joined(
             at = confidence_ptr + row * STEPS + step
             logit = tl.load(at, mask=mine, other=0.0) + tl.sum(embedded * weights[None, :], axis=1)
             tl.store(at, logit, mask=mine)
-    if step > 0:
-        _join_masses(
-            masses_ptr + (step - 1) * slot, first_row, (tl.zeros([], tl.int64) + epoch + step - 1) & 255, part,
-            step - 1, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, HAS_ROWS, STEPS, BLOCK_V, BLOCK_B,
-        )  # fmt: skip
     token = _winners(words_ptr, first_row, tag, scratch_ptr, batch, num_parts, BLOCK_V, BLOCK_B, ROWS)
     tl.store(tokens_ptr + row * STEPS + step, token.to(tl.int64), mask=live & (local % num_parts == part))
-    if step == STEPS - 1:
-        _join_masses(
-            masses_ptr + step * slot, first_row, tag, part, step,
-            lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, HAS_ROWS, STEPS, BLOCK_V, BLOCK_B,
-        )  # fmt: skip
     return token
 
 
@@ -166,7 +159,7 @@ def _chain_kernel(
     BLOCK_V: tl.constexpr, POLLED_ROWS: tl.constexpr, STAGES: tl.constexpr, REDUCED: tl.constexpr,
     WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     STORED: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, HELD: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, HELD: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """All steps, with W2 streamed through at each; or HELD, one tile a program, through all of them. Programs
     [num_blocks * num_parts]; words [2, num_blocks, num_parts, BLOCK_B], masses [num_blocks, STEPS, num_parts, BLOCK_B].
@@ -186,6 +179,7 @@ def _chain_kernel(
             batch, num_parts, hidden_stride, hidden_step, hidden_size, HAS_ROWS, STEPS, BLOCK_B, BLOCK_H,
         )  # fmt: skip
         tl.debug_barrier()
+    masses_ptr += first_row * STEPS * num_parts
     rounds = tl.cdiv(num_tiles - part, num_parts)
     held = 0
     if HELD:
@@ -219,9 +213,13 @@ def _chain_kernel(
         tag, start = slot_of(step, epoch, first_row, num_parts, tl.num_programs(0) // num_parts, BLOCK_B)
         publish(carried_word(carry), words_ptr + start, part, tag, BLOCK_B)
         token = joined(
-            carried_mass(carry, noisy), token, part, first_row, step, epoch, tag, live, w1_ptr,
-            words_ptr + start, masses_ptr, scratch_ptr + program * BLOCK_B, tokens_ptr, lse_ptr, confidence_ptr,
-            confidence_weight_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts, hidden_size,
-            HAS_ROWS, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
+            carried_mass(carry, noisy), token, part, first_row, step, tag, live, w1_ptr,
+            words_ptr + start, masses_ptr, scratch_ptr + program * BLOCK_B, tokens_ptr, confidence_ptr,
+            confidence_weight_ptr, batch, num_parts, hidden_size,
+            STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
         )  # fmt: skip
+    join_masses(
+        masses_ptr, first_row, epoch, part, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
+        HAS_ROWS, STEPS, BLOCK_S, BLOCK_V, BLOCK_B,
+    )  # fmt: skip
     tl.store(epochs_ptr + program, epoch + STEPS)
