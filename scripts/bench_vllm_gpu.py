@@ -206,6 +206,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             for engine in engines.values():
                 engine.wait_until_ready()
         print(f"engines ready: {', '.join(engines)}", file=sys.stderr, flush=True)
+        while args.wait_for and not args.wait_for.exists():
+            time.sleep(0.5)
         for mode, job in todo:
             result = engines[mode].run(job)
             count = sum(map(len, result["tokens"]))
@@ -310,6 +312,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-gib", type=int, default=8)
     parser.add_argument("--start", choices=("parallel", "serial"), default="parallel", help="how engines are started")
+    parser.add_argument("--wait-for", type=Path, help="start the engines, then measure as soon as this file exists")
     parser.add_argument("--out", default="bench_vllm_gpu.jsonl")
     parser.add_argument("--logs", default="bench_vllm_logs", help="folder for the engines' logs")
     parser.add_argument("--engine", dest="mode", choices=MODES, help=argparse.SUPPRESS)

@@ -41,6 +41,7 @@ class DSparkDraftModel(Qwen3DSparkForCausalLM):
     """A drafter in the DeepSpec or speculators packaging, as `DSparkSpeculator` of this package drives it."""
 
     model_cls = DSparkBackbone
+    supports_pp = False  # a draft model is not cut into stages; vLLM warns of a class that says so and cannot
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         # The parent's own constructor names its backbone; that of the class above takes `model_cls`.
