@@ -51,7 +51,7 @@ FULL_GRID = 132  # programs that fill a Hopper GPU; with fewer heads than that a
 
 # (value channels of a program, warps, most registers of a thread): with 128 registers two programs of 8 warps fit a
 # multiprocessor, and what does not depend on V is done once a head.
-TILE, SPREAD_TILE = (128, 8, 128), (64, 8, None)
+TILE, SPREAD_TILE = (128, 8, 128), (64, 4, None)
 FOLD_CHANNELS = 32  # value channels that a fold has in registers at a time
 
 
@@ -257,6 +257,7 @@ def launch_kda_chunk(
     *,
     deferred: bool = True,
     window: Window | None = None,
+    rows_settled: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The window solved at once, wherever Triton runs. Same contract as `kda_verify`; tokens and held records of a row
@@ -283,7 +284,7 @@ def launch_kda_chunk(
         TOKENS=16,
         BLOCK_V=block_v,
         FOLD_TILE=min(FOLD_CHANNELS, block_v),
-        **launch_options(out, num_warps, registers),
+        **launch_options(out, num_warps, registers, rows_settled=rows_settled),
     )
     return out
 

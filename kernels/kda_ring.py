@@ -3,12 +3,13 @@
 A slot's ring of R rows holds `held` accepted records from ring row `start` on. A step of at most T tokens records them
 behind; accepting a of them makes held + a. The checkpoint is rewritten only in steps that begin with
 
-    held + 2 T > R
+    held + 2 T > R       or       held + T > 16
 
-because a step that does not fold must leave room for the next one. Then held + T <= R always, given R >= 2 T: a step
-that folds leaves at most T held, and one that does not leaves at most R - T. The decision is taken once, by `plan`,
-and carried as a flag: verification and cursor cannot disagree on it. A ring of T + 16 rows holds as much between two
-folds as the chunk kernel takes in one window together with the T new tokens; a longer one goes token by token.
+The first because a step that does not fold must leave room for the next one. Then held + T <= R always, given R >= 2 T:
+a step that folds leaves at most T held, and one that does not leaves at most R - T. The second because the chunk
+kernel takes held records and new tokens as one window of 16, while a longer one would go token by token; it holds
+where the chunk kernel is used at all, and makes R = T + 16 enough. The decision is taken once, by `plan`, and carried
+as a flag: verification and cursor cannot disagree on it.
 Source: the ring of ReplaySSM with the fold at the start of the next verification.
 """
 
@@ -16,12 +17,14 @@ import torch
 
 from dspark.kernels import tl, triton
 from dspark.kernels.kda import Rows, runs_kernel
+from dspark.kernels.kda_chunk import MAX_TOKENS
+from dspark.kernels.kda_verify import SERIAL_TOKENS
 
 
 @triton.jit
 def _plan_kernel(
     slots_ptr, record_slots_ptr, num_rows_ptr, cursor_start_ptr, cursor_held_ptr,
-    out_slots_ptr, out_start_ptr, out_held_ptr, out_fold_ptr, batch, null_slot, capacity, window,
+    out_slots_ptr, out_start_ptr, out_held_ptr, out_fold_ptr, batch, null_slot, max_held,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -29,7 +32,7 @@ def _plan_kernel(
     slot = tl.load(slots_ptr + row, mask=own, other=-1).to(tl.int64)
     index = tl.maximum(tl.load(record_slots_ptr + row, mask=own, other=0), 0)
     held = tl.load(cursor_held_ptr + index, mask=own, other=0)
-    fold = (held + 2 * window > capacity) & (tl.load(num_rows_ptr + row, mask=own, other=0) > 0)
+    fold = (held > max_held) & (tl.load(num_rows_ptr + row, mask=own, other=0) > 0)
     tl.store(out_slots_ptr + row, tl.where(slot > null_slot, slot, -1), mask=own)
     tl.store(out_start_ptr + row, tl.load(cursor_start_ptr + index, mask=own, other=0), mask=own)
     tl.store(out_held_ptr + row, held, mask=own)
@@ -77,6 +80,8 @@ class RingCursor:
             )
         self.capacity, self.window = capacity, window
         self.max_held = capacity - 2 * window  # of a row that does not fold
+        if SERIAL_TOKENS < window <= MAX_TOKENS:
+            self.max_held = min(self.max_held, MAX_TOKENS - window)
         self._spare = num_slots  # one more than there are: where padding rows write
         self.start = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.held = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
@@ -100,7 +105,7 @@ class RingCursor:
         slots = torch.where(slots > null_slot, slots, -1)
         index = record_slots.clamp_min(0)
         start, held = self.start[index], self.held[index]
-        fold = (held + 2 * self.window > self.capacity) & (num_rows > 0)
+        fold = (held > self.max_held) & (num_rows > 0)
         return Rows(slots, record_slots, num_rows, start, held, fold, first_token, self.max_held)
 
     def launch_plan(
@@ -117,7 +122,7 @@ class RingCursor:
         fold = torch.empty(batch, dtype=torch.bool, device=slots.device)
         _plan_kernel[(triton.cdiv(batch, PLAN_ROWS),)](
             slots, record_slots, num_rows, self.start, self.held, fresh, start, held, fold, batch, null_slot,
-            self.capacity, self.window, BLOCK=PLAN_ROWS,
+            self.max_held, BLOCK=PLAN_ROWS,
         )  # fmt: skip
         return Rows(fresh, record_slots, num_rows, start, held, fold, first_token, self.max_held)
 

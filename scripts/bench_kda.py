@@ -37,13 +37,14 @@ from dspark.kernels import kda_launch as launch_module
 from dspark.kernels import kda_verify as verify_module
 from dspark.kernels.conv_window import conv_window, conv_window_ref
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens, Window
-from dspark.kernels.kda_commit import kda_commit, kda_commit_ref
+from dspark.kernels.kda_commit import kda_commit, kda_commit_ref, kda_fold_held
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref
 
 LAYERS, HEADS, DIM, WIDTH, BOUND, TOKENS = 69, 96, 128, 4, -5.0, 9
 GOALS_MS = {1: 0.60, 16: 1.35, 64: 4.2, 256: 15.5}  # a step of float32 states at TP8
 CACHE_BYTES = 60 << 20
+FOLDS_APART = True  # a variant folds inside the verifications
 RECORD_BYTES = DIM * (4 + 2 + 2)
 # Relative Frobenius error that a launch may show: one rounding to bfloat16, or split products in float32.
 BFLOAT16_ERROR, FLOAT32_ERROR = 8e-3, 2e-5
@@ -81,13 +82,10 @@ VARIANTS = (
         for tile, warps in ((512, 2), (256, 2), (1024, 8), (128, 1))
     }
     | {
-        "step-apart": [(verify_module, "FUSED_HEADS", 0)],
+        "step-fold-inside": [(sys.modules[__name__], "FOLDS_APART", False)],
+        "step-no-overlap": [(launch_module, "OVERLAP", 0)],
         "step-fused": [(verify_module, "FUSED_HEADS", 1 << 30)],
-        "step-apart-pdl1": [(verify_module, "FUSED_HEADS", 0), (launch_module, "OVERLAP", 1)],
-        "step-fused-pdl1": [(verify_module, "FUSED_HEADS", 1 << 30), (launch_module, "OVERLAP", 1)],
-        "step-apart-pdl2": [(verify_module, "FUSED_HEADS", 0), (launch_module, "OVERLAP", 2)],
-        "step-fused-pdl2": [(verify_module, "FUSED_HEADS", 1 << 30), (launch_module, "OVERLAP", 2)],
-        "step-fused-64x4": [(verify_module, "FUSED_HEADS", 1 << 30), (kda_chunk, "SPREAD_TILE", (64, 4, None))],
+        "step-spread": [(kda_chunk, "FULL_GRID", 400), (kda_chunk, "SPREAD_TILE", (64, 4, 168))],
     }
 )
 
@@ -183,6 +181,11 @@ class Problem:
         return Tokens(query, key, value, self.gate, self.beta)
 
     @property
+    def folds_apart(self) -> bool:
+        """Whether a step with a ring folds in one launch for all layers, ahead of the verifications."""
+        return FOLDS_APART
+
+    @property
     def fuses(self) -> bool:
         """Whether the step convolves inside the verification."""
         return self.shape.batch * self.shape.heads < verify_module.FUSED_HEADS
@@ -221,17 +224,20 @@ class Problem:
         return kda_verify(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, window=window)
 
     def verify(self, index: int, layer: int, rows: Rows, mixed: torch.Tensor) -> torch.Tensor:
-        return kda_verify(self.tokens_of(mixed), self.sets[index][layer], rows, deferred=self.shape.ring)
+        tokens = self.tokens_of(mixed)
+        return kda_verify(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, rows_settled=True)
 
     def step(self, index: int) -> torch.Tensor:
         """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs."""
-        rows = self.plan(index)
+        rows = plan = self.plan(index)
+        if self.shape.ring and self.folds_apart:
+            rows = kda_fold_held(self.tables[index], plan)
         for layer in range(self.layers_per_set):
             if self.fuses:
                 out = self.fused(index, layer, rows)
             else:
                 out = self.verify(index, layer, rows, self.convolve(index, layer))
-        self.accept(index, rows)
+        self.accept(index, plan)
         return out
 
     def accept(self, index: int, rows: Rows) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recurrent_cases import HEADS, KEY_DIM, LAYERS, VALUE_DIM, WEIGHT, WIDTH, inputs, layer_tokens, run, specs
 
 from dspark.kernels.kda import kda_scan
-from dspark.rollback import RING_ROWS, HybridCache, RecurrentState
+from dspark.rollback import HybridCache, RecurrentState
 
 FOLDS = pytest.mark.parametrize("defer_folds", [True, False], ids=["fold-when-full", "fold-every-step"])
 
@@ -101,7 +101,7 @@ def test_verification_changes_nothing_but_records_and_is_repeatable(defer_folds)
 
 def test_an_abandoned_pass_that_folded_is_not_folded_again():
     state, requests = started()
-    while not (state.cursor.held[state.slots] + 2 * 6 > state.cursor.capacity).all() or state.window < 6:
+    while not (state.cursor.held[state.slots] > state.cursor.max_held).all() or state.window < 6:
         run(state, inputs([s for s, _ in requests], [n for _, n in requests], 6))
         state.commit([6, 6])
         requests = [[s, n + 6] for s, n in requests]
@@ -133,7 +133,7 @@ def test_the_cursor_moves_once_a_step_and_folds_only_when_the_ring_is_full():
         state.commit([4, 4])
         requests = [[s, n + 4] for s, n in requests]
     check(state, requests)
-    assert folds == 40 // ((RING_ROWS - 2 * 5) // 4 + 1)
+    assert folds == 40 // (state.cursor.max_held // 4 + 1)
 
 
 @FOLDS

@@ -64,6 +64,14 @@ def test_a_step_always_finds_room(capacity, accepted):
     assert folds > 0
 
 
+@pytest.mark.parametrize(
+    ("window", "capacity", "held"), [(9, 25, 7), (9, 40, 7), (9, 18, 0), (4, 40, 32), (17, 60, 26)]
+)
+def test_what_is_held_fits_the_kernel_that_verifies(window, capacity, held):
+    """One window of 16 where the chunk kernel runs, the whole ring where tokens go one by one."""
+    assert RingCursor(1, capacity, window, DEVICE).max_held == held
+
+
 def test_a_ring_for_one_window_is_refused():
     with pytest.raises(ValueError, match="a ring of 17 rows is too short for steps of up to 9 tokens: it takes 18"):
         RingCursor(4, 17, 9)

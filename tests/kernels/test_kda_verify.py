@@ -13,6 +13,7 @@ from dspark.kernels import kda_chunk
 from dspark.kernels.conv_window import conv_window_ref, launch_conv_window
 from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens, Window
 from dspark.kernels.kda_chunk import launch_kda_chunk
+from dspark.kernels.kda_commit import kda_fold_held
 from dspark.kernels.kda_verify import convolved_tokens, kda_verify, kda_verify_ref, launch_kda_serial
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -306,6 +307,21 @@ def test_packed_outputs_go_where_they_are_wanted():
     assert (wide[:, :, :HEADS] == 7).all()
     with pytest.raises(ValueError, match="heads and channels contiguous"):
         kda_verify(tokens, layer, rows, out=wide[..., :HEADS, :].transpose(2, 3))
+
+
+def test_folding_ahead_is_folding_inside():
+    rows = ring([3, 0, -1, 1], [9, 4, 9, 0], held=[7, 3, 0, 2], start=20, fold=[True, False, False, True])
+    layers = [filled(random_layer(4, HEADS, 16, 16, 25, seed=i, dtype=torch.float32), rows) for i in range(2)]
+    tokens = random_tokens(4, 9, HEADS, 16, 16, dtype=torch.float32)
+    inside, ahead = [copied(x) for x in layers], [copied(x) for x in layers]
+    later = kda_fold_held(ahead, rows)
+    assert not later.fold.any()
+    for a, b in zip(ahead, inside, strict=True):
+        close(launch_kda_chunk(tokens, a, later), launch_kda_chunk(tokens, b, rows), KERNEL_ERROR)
+        close(a.checkpoint[[0, 2, 3]], b.checkpoint[[0, 2, 3]], KERNEL_ERROR)
+        for x, y in zip(vars(a.records).values(), vars(b.records).values(), strict=True):
+            assert torch.equal(x.isnan(), y.isnan())
+            close(x.nan_to_num(), y.nan_to_num(), KERNEL_ERROR)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
