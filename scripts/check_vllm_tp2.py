@@ -57,6 +57,7 @@ def engine_options(args: argparse.Namespace, pair: str, mode: str, tp: int) -> d
     }
     if args.graphs:  # as much as is needed to run in graphs, and no torch.compile, which takes most of a start
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        options["kernel_config"] = {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}
     if mode != "plain":
         options["speculative_config"] = {
             "method": "dspark",

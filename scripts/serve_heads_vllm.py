@@ -224,6 +224,7 @@ def serve_one(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"enforce_eager": not args.graphs}
     if args.graphs:  # as much as is needed to run in graphs, and no torch.compile, which takes most of a start
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        options["kernel_config"] = {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}
     head, _, variant = args.engine.partition("+")
     if head != "plain":
         options["speculative_config"] = {
