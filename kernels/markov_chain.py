@@ -387,5 +387,5 @@ def _launch_persistent(
     else:
         _chain_kernel[(plan.num_parts * plan.num_blocks,)](
             *tensors, len(base), base.shape[-1], plan.num_tiles, plan.num_parts, *sizes,
-            POLLED_ROWS=plan.block_b, HELD=plan.held, **common, **race,
+            POLLED_ROWS=plan.block_b, HELD=plan.held, FLAT=plan.block_b <= 16 and not plan.held, **common, **race,
         )  # fmt: skip

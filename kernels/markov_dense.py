@@ -63,13 +63,17 @@ def request_rows(row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_ro
 @triton.jit
 def race_tile(  # noqa: PLR0915 - four columns at a time
     carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns, logit_scale,
-    any_noise, nothing, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr,
+    any_noise, step, nothing, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr,
     PACKED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr,
     HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one step: stores its logits, and returns the carry (best, best_id, top, mass), each [R, BLOCK_G]."""
+    """One tile of one step: stores its logits, and returns the carry (best, best_id, top, mass), each [R, BLOCK_G].
+
+    `step` is uint32; of the rows, `position` is that of draft 0.
+    """
     best, best_id, top, mass = carry
     base_row, cache_row, live, scale, noisy, position, key_low, key_high = rows
+    at_step = position[:, None] + step
     group = tile * BLOCK_G + tl.arange(0, BLOCK_G)
     a, b, c, d = read_columns(base_ptr, base_row, group, live, num_columns, WHOLE, PACKED)
     if HAS_HEAD:
@@ -112,13 +116,13 @@ def race_tile(  # noqa: PLR0915 - four columns at a time
     top, mass = mass_step(top, mass, x0, x1, x2, x3)
     if any_noise:
         if REDUCED:
-            n0 = noise_of_id(i0[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
-            n1 = noise_of_id(i1[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
-            n2 = noise_of_id(i2[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
-            n3 = noise_of_id(i3[None, :], position[:, None], key_low[:, None], key_high[:, None], nothing)
+            n0 = noise_of_id(i0[None, :], at_step, key_low[:, None], key_high[:, None], nothing)
+            n1 = noise_of_id(i1[None, :], at_step, key_low[:, None], key_high[:, None], nothing)
+            n2 = noise_of_id(i2[None, :], at_step, key_low[:, None], key_high[:, None], nothing)
+            n3 = noise_of_id(i3[None, :], at_step, key_low[:, None], key_high[:, None], nothing)
         else:
             words = group[None, :].to(tl.uint32)
-            n0, n1, n2, n3 = noise_of_group(words, position[:, None], key_low[:, None], key_high[:, None], nothing)
+            n0, n1, n2, n3 = noise_of_group(words, at_step, key_low[:, None], key_high[:, None], nothing)
         x0, x1 = x0 - n0 * noisy[:, None], x1 - n1 * noisy[:, None]
         x2, x3 = x2 - n2 * noisy[:, None], x3 - n3 * noisy[:, None]
     x0, i0 = race_step(x0, i0[None, :], x1, i1[None, :], False, not REDUCED)
@@ -197,7 +201,7 @@ def _step_kernel(
     )
     base_row = row.to(tl.int64) * base_stride + step * base_step
     out_row = cache_row * cache_stride + step * cache_step
-    rows = (base_row, out_row, live, scale, noisy, (position + step).to(tl.uint32), key_low, key_high)
+    rows = (base_row, out_row, live, scale, noisy, position.to(tl.uint32), key_low, key_high)
     any_noise = tl.max(noisy) > 0.0
     features = 0
     if HAS_HEAD:  # the rows of the workspace take the place of W1's
@@ -212,7 +216,7 @@ def _step_kernel(
             weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
         carry = race_tile(
             carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr, num_columns,
-            logit_scale, any_noise, (tile >> 30).to(tl.uint32),
+            logit_scale, any_noise, (tl.zeros([], tl.int32) + step).to(tl.uint32), (tile >> 30).to(tl.uint32),
             REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
         )  # fmt: skip
     tl.store(words_ptr + part * batch + row, carried_word(carry), mask=row < batch)

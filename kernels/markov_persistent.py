@@ -149,7 +149,42 @@ def joined(
 
 
 @triton.jit
-def _chain_kernel(
+def _raced(
+    carry, weight, features, tile, backward, rows, pointers, base_step, cache_step, num_columns, logit_scale,
+    any_noise, step, nothing,
+    REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr,
+    CACHE: tl.constexpr, STORED: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """`race_tile` of a step whose logits begin `step` times base_step and cache_step further on."""
+    base_ptr, cache_ptr, w2_scale_ptr, ids_ptr = pointers
+    return race_tile(
+        carry, weight, features, tile, backward, rows, base_ptr + step * base_step, cache_ptr + step * cache_step,
+        w2_scale_ptr, ids_ptr, num_columns, logit_scale, any_noise, (tl.zeros([], tl.int32) + step).to(tl.uint32),
+        nothing.to(tl.uint32),
+        REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _exchanged(
+    carry, noisy, token, part, first_row, step, epoch, live, w1_ptr, confidence_weight_ptr, exchange,
+    batch, num_parts, hidden_size, STEPS: tl.constexpr, CONFIDENCE: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Everyone's tokens [BLOCK_B] of a step, from this program's carry and the previous tokens."""
+    words_ptr, masses_ptr, scratch_ptr, tokens_ptr, confidence_ptr = exchange
+    tag, start = slot_of(step, epoch, first_row, num_parts, tl.num_programs(0) // num_parts, BLOCK_B)
+    publish(carried_word(carry), words_ptr + start, part, tag, BLOCK_B)
+    return joined(
+        carried_mass(carry, noisy), token, part, first_row, step, tag, live, w1_ptr, words_ptr + start, masses_ptr,
+        scratch_ptr, tokens_ptr, confidence_ptr, confidence_weight_ptr, batch, num_parts, hidden_size,
+        STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the compiler
     base_ptr, cache_ptr, w2_ptr, w2_scale_ptr, ids_ptr, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr,
     w1_ptr, anchors_ptr, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, tokens_ptr, lse_ptr, confidence_ptr,
     words_ptr, masses_ptr, epochs_ptr, scratch_ptr,
@@ -159,7 +194,8 @@ def _chain_kernel(
     BLOCK_V: tl.constexpr, POLLED_ROWS: tl.constexpr, STAGES: tl.constexpr, REDUCED: tl.constexpr,
     WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     STORED: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, HELD: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, HELD: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """All steps, with W2 streamed through at each; or HELD, one tile a program, through all of them. Programs
     [num_blocks * num_parts]; words [2, num_blocks, num_parts, BLOCK_B], masses [num_blocks, STEPS, num_parts, BLOCK_B].
@@ -181,43 +217,67 @@ def _chain_kernel(
         tl.debug_barrier()
     masses_ptr += first_row * STEPS * num_parts
     rounds = tl.cdiv(num_tiles - part, num_parts)
-    held = 0
+    base_row, out_row = row.to(tl.int64) * base_stride, cache_row * cache_stride
+    rows = (base_row, out_row, live, scale, noisy, position.to(tl.uint32), key_low, key_high)
+    carry = empty_carry(BLOCK_B, BLOCK_G)
+    features, held = 0, 0
+    if HAS_HEAD:
+        features = feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B)
     if HELD:
         held = weight_tile(w2_ptr, part, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
-    for step in range(STEPS):
-        features = 0
-        if HAS_HEAD:
-            features = feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B)
-        base_row = row.to(tl.int64) * base_stride + step * base_step
-        out_row = cache_row * cache_stride + step * cache_step
-        rows = (base_row, out_row, live, scale, noisy, (position + step).to(tl.uint32), key_low, key_high)
-        carry = empty_carry(BLOCK_B, BLOCK_G)
-        if HELD:
-            carry = race_tile(
-                carry, held, features, part, False, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
-                num_columns, logit_scale, any_noise, (tl.load(epochs_ptr + program) - epoch).to(tl.uint32),
+    pointers = (base_ptr, cache_ptr, w2_scale_ptr, ids_ptr)
+    exchange = (words_ptr, masses_ptr, scratch_ptr + program * BLOCK_B, tokens_ptr, confidence_ptr)
+    if FLAT:
+        # One loop over the tiles of all steps, so that the next step's first tiles load while its tokens are found.
+        for turn in tl.range(STEPS * rounds, num_stages=STAGES):
+            step = turn // rounds
+            i = turn - step * rounds
+            backward = step % 2 == 1
+            tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
+            weight = 0
+            if HAS_HEAD:
+                weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
+            carry = _raced(
+                carry, weight, features, tile, backward, rows, pointers, base_step, cache_step, num_columns,
+                logit_scale, any_noise, step, tile >> 30,
                 REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
             )  # fmt: skip
-        else:
-            backward = step % 2 == 1
-            for i in tl.range(rounds, num_stages=STAGES):
-                tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
-                weight = 0
+            if i == rounds - 1:
+                token = _exchanged(
+                    carry, noisy, token, part, first_row, step, epoch, live, w1_ptr, confidence_weight_ptr, exchange,
+                    batch, num_parts, hidden_size, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
+                )  # fmt: skip
+                carry = empty_carry(BLOCK_B, BLOCK_G)
                 if HAS_HEAD:
-                    weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
-                carry = race_tile(
-                    carry, weight, features, tile, backward, rows, base_ptr, cache_ptr, w2_scale_ptr, ids_ptr,
-                    num_columns, logit_scale, any_noise, (tile >> 30).to(tl.uint32),
+                    features = feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B)
+    else:
+        for step in range(STEPS):
+            carry = empty_carry(BLOCK_B, BLOCK_G)
+            if HAS_HEAD:
+                features = feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B)
+            if HELD:
+                carry = _raced(
+                    carry, held, features, part, False, rows, pointers, base_step, cache_step, num_columns,
+                    logit_scale, any_noise, step, tl.load(epochs_ptr + program) - epoch,
                     REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
                 )  # fmt: skip
-        tag, start = slot_of(step, epoch, first_row, num_parts, tl.num_programs(0) // num_parts, BLOCK_B)
-        publish(carried_word(carry), words_ptr + start, part, tag, BLOCK_B)
-        token = joined(
-            carried_mass(carry, noisy), token, part, first_row, step, tag, live, w1_ptr,
-            words_ptr + start, masses_ptr, scratch_ptr + program * BLOCK_B, tokens_ptr, confidence_ptr,
-            confidence_weight_ptr, batch, num_parts, hidden_size,
-            STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
-        )  # fmt: skip
+            else:
+                backward = step % 2 == 1
+                for i in tl.range(rounds, num_stages=STAGES):
+                    tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
+                    weight = 0
+                    if HAS_HEAD:
+                        weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
+                    carry = _raced(
+                        carry, weight, features, tile, backward, rows, pointers, base_step, cache_step, num_columns,
+                        logit_scale, any_noise, step, tile >> 30,
+                        REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G,
+                        STRIDE,
+                    )  # fmt: skip
+            token = _exchanged(
+                carry, noisy, token, part, first_row, step, epoch, live, w1_ptr, confidence_weight_ptr, exchange,
+                batch, num_parts, hidden_size, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
+            )  # fmt: skip
     join_masses(
         masses_ptr, first_row, epoch, part, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
         HAS_ROWS, STEPS, BLOCK_S, BLOCK_V, BLOCK_B,
