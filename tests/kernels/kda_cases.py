@@ -2,7 +2,7 @@
 
 import torch
 
-from dspark.kernels.kda import Gate, KDALayer, Records, Tokens, kda_scan
+from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens, kda_scan
 
 SOFTPLUS, BOUNDED = None, -5.0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,3 +98,34 @@ def close(a, b, rtol):
     """Relative Frobenius error at most `rtol`; NaN fails."""
     error = (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)
     assert error <= rtol, f"relative error {error:.2e} above {rtol:.0e}"
+
+
+def ring(slots, num_rows, held=None, start=0, fold=False):
+    slots, num_rows = torch.tensor(slots), torch.tensor(num_rows)
+    held = torch.zeros_like(slots) if held is None else torch.tensor(held)
+    fold = torch.tensor(fold) if isinstance(fold, list) else torch.full_like(slots, fold, dtype=torch.bool)
+    return Rows(slots, slots, num_rows, torch.full_like(slots, start), held, fold)
+
+
+def filled(layer, rows):
+    """Held records get values; all others stay NaN."""
+    for slot, first, held in zip(rows.record_slots.tolist(), rows.start.tolist(), rows.held.tolist(), strict=True):
+        index = [(first + i) % layer.records.capacity for i in range(held)]
+        for seed, store in enumerate(vars(layer.records).values(), 9 * slot):
+            store[slot, :, index] = draw(store.shape[1], held, store.shape[3], seed=seed, dtype=store.dtype)
+    return layer
+
+
+def copied(layer):
+    return KDALayer(layer.checkpoint.clone(), Records(*(x.clone() for x in vars(layer.records).values())), layer.gate)
+
+
+def poisoned(tokens, num_rows):
+    """NaN wherever no row has a token."""
+    outside = torch.arange(tokens.key.shape[1]) >= torch.tensor(num_rows)[:, None]
+    return Tokens(
+        *(
+            x.clone().masked_fill_(outside.view(*outside.shape, *[1] * (x.ndim - 2)), float("nan"))
+            for x in vars(tokens).values()
+        )
+    )

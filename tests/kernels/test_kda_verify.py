@@ -5,51 +5,30 @@ import dataclasses
 
 import pytest
 import torch
-from kda_cases import BOUNDED, DEVICE, KERNEL_ERROR, SOFTPLUS, close, draw, line_up, random_layer, random_tokens
+from kda_cases import (
+    BOUNDED,
+    DEVICE,
+    KERNEL_ERROR,
+    SOFTPLUS,
+    close,
+    copied,
+    filled,
+    poisoned,
+    random_layer,
+    random_tokens,
+    ring,
+)
 from triton.runtime import interpreter
 
 import dspark.kernels.kda_verify as kda_verify_module
 from dspark.kernels import kda_chunk
-from dspark.kernels.conv_window import conv_window_ref, launch_conv_window
-from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens, Window
+from dspark.kernels.kda import Gate, KDALayer, Records, Rows, Tokens
 from dspark.kernels.kda_chunk import launch_kda_chunk
-from dspark.kernels.kda_commit import kda_fold_held
-from dspark.kernels.kda_verify import convolved_tokens, kda_verify, kda_verify_ref, launch_kda_serial
+from dspark.kernels.kda_verify import kda_verify, kda_verify_ref, launch_kda_serial
 
 pytestmark = pytest.mark.usefixtures("on_device")
 KERNELS = pytest.mark.parametrize("verify", [launch_kda_chunk, launch_kda_serial], ids=["chunk", "serial"])
 HEADS = 2
-
-
-def ring(slots, num_rows, held=None, start=0, fold=False):
-    slots, num_rows = torch.tensor(slots), torch.tensor(num_rows)
-    held = torch.zeros_like(slots) if held is None else torch.tensor(held)
-    fold = torch.tensor(fold) if isinstance(fold, list) else torch.full_like(slots, fold, dtype=torch.bool)
-    return Rows(slots, slots, num_rows, torch.full_like(slots, start), held, fold)
-
-
-def filled(layer, rows):
-    """Held records get values; all others stay NaN."""
-    for slot, first, held in zip(rows.record_slots.tolist(), rows.start.tolist(), rows.held.tolist(), strict=True):
-        index = [(first + i) % layer.records.capacity for i in range(held)]
-        for seed, store in enumerate(vars(layer.records).values(), 9 * slot):
-            store[slot, :, index] = draw(store.shape[1], held, store.shape[3], seed=seed, dtype=store.dtype)
-    return layer
-
-
-def copied(layer):
-    return KDALayer(layer.checkpoint.clone(), Records(*(x.clone() for x in vars(layer.records).values())), layer.gate)
-
-
-def poisoned(tokens, num_rows):
-    """NaN wherever no row has a token."""
-    outside = torch.arange(tokens.key.shape[1]) >= torch.tensor(num_rows)[:, None]
-    return Tokens(
-        *(
-            x.clone().masked_fill_(outside.view(*outside.shape, *[1] * (x.ndim - 2)), float("nan"))
-            for x in vars(tokens).values()
-        )
-    )
 
 
 def compare(verify, tokens, layer, rows, bound=KERNEL_ERROR):
@@ -160,43 +139,6 @@ def test_thread_blocks_may_run_in_any_order(verify, monkeypatch):
 
 
 @KERNELS
-def test_tokens_may_be_views_of_wider_tensors(verify):
-    """As projections and a convolution leave them: one tensor for queries, keys and values, padded between tokens."""
-    layer, rows = random_layer(2, HEADS, 16, 20, 9, dtype=torch.float32), ring([1, 0], [9, 4])
-    tokens = random_tokens(2, 9, HEADS, 16, 20, dtype=torch.float32)
-    mixed = torch.cat([x.flatten(2) for x in (tokens.query, tokens.key, tokens.value)], 2)
-    parts = mixed.split([HEADS * 16, HEADS * 16, HEADS * 20], 2)
-    query, key, value = (x.unflatten(2, (HEADS, -1)) for x in parts)
-    padded = torch.full((2, 9, 3 * HEADS), float("nan"))
-    padded[..., :HEADS] = tokens.beta
-    views = Tokens(query, key, value, tokens.gate, padded[..., :HEADS])
-    assert torch.equal(verify(views, copied(layer), rows), verify(tokens, copied(layer), rows))
-
-
-@KERNELS
-def test_pools_may_be_longer_than_2_to_the_31(verify):
-    """Address space alone: only a few pages are touched."""
-    rows = ring([2, 0], [9, 9], held=[3, 2], start=4, fold=[True, False])
-    layer = filled(random_layer(3, 1, 16, 16, 25, dtype=torch.bfloat16, state_dtype=torch.bfloat16), rows)
-    far = torch.empty_strided((3, 1, 16, 16), (2**30 + 256, 256, 16, 1), dtype=torch.bfloat16)
-    far.copy_(layer.checkpoint)
-    records = Records(
-        *(
-            torch.empty_strided(x.shape, (2**30 + 400, *x.stride()[1:]), dtype=x.dtype)
-            for x in vars(layer.records).values()
-        )
-    )
-    for store, x in zip(vars(records).values(), vars(layer.records).values(), strict=True):
-        store.copy_(x)
-    tokens = random_tokens(2, 9, 1, 16, 16, dtype=torch.bfloat16)
-    near = copied(layer)
-    assert torch.equal(verify(tokens, KDALayer(far, records, layer.gate), rows), verify(tokens, near, rows))
-    assert torch.equal(far, near.checkpoint)
-    for a, b in zip(vars(records).values(), vars(near.records).values(), strict=True):
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-
-
-@KERNELS
 def test_verifying_again_gives_the_same_records(verify):
     rows = ring([1, 0], [5, 3], held=[2, 0], start=4)
     layer = filled(random_layer(2, HEADS, 16, 16, 10, dtype=torch.float32), rows)
@@ -250,120 +192,6 @@ def test_bfloat16_activations(verify, dtype, state_dtype, bound):
     got, _ = compare(verify, tokens, layer, rows, bound=bound)
     for name in ("key", "gate"):  # recorded raw, hence exactly
         assert torch.equal(getattr(got.records, name)[1, :, 5:14], getattr(tokens, name)[0].transpose(0, 1))
-
-
-@pytest.mark.parametrize(
-    "verify", [kda_verify_ref, launch_kda_chunk, launch_kda_serial], ids=["reference", "chunk", "serial"]
-)
-@pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
-def test_packed_tokens_are_the_same_rows(verify, given):
-    """Runs in another order than rows, NaN between them, and padding rows, one with a run, which is zero."""
-    num_rows = [5, 9, 3, 1, 0, 0]
-    rows = ring(
-        [3, 0, -1, 1, -1, 2], num_rows, held=[4, 0, 2, 9, 0, 1], start=13, fold=[True, False, True, True, False, True]
-    )
-    layer = filled(random_layer(4, HEADS, 16, 20, capacity=18, dtype=torch.float32), rows)
-    tokens = random_tokens(6, 9, HEADS, 16, 20, dtype=torch.float32)
-    apart, packed = copied(layer), copied(layer)
-    expected = verify(poisoned(tokens, num_rows), apart, rows)
-    lines = {name: line_up(x, num_rows, [3, 0, 2, 5, 1]) for name, x in vars(tokens).items()}
-    starts = lines["key"][1]
-    line = Tokens(**{name: x for name, (x, _) in lines.items()})
-    rows = dataclasses.replace(rows, first_token=starts)
-    given = given and verify is not kda_verify_ref
-    out = verify(line, packed, rows, **({"out": torch.full_like(line.value, 7.0)} if given else {}))
-    taken = torch.zeros(line.value.shape[1], dtype=torch.bool)
-    for row in (0, 1, 3):
-        run = slice(int(starts[row]), int(starts[row]) + num_rows[row])
-        assert torch.equal(out[0, run], expected[row, : num_rows[row]])
-        taken[run] = True
-    run = slice(int(starts[2]), int(starts[2]) + num_rows[2])
-    assert not out[0, run].any()
-    taken[run] = True
-    assert (out[0, ~taken] == (7.0 if given else 0.0)).all()
-    for a, b in zip(
-        [packed.checkpoint, *vars(packed.records).values()],
-        [apart.checkpoint, *vars(apart.records).values()],
-        strict=True,
-    ):
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-
-
-def test_packed_outputs_go_where_they_are_wanted():
-    """A part of a wider tensor, written in place."""
-    layer, rows = (
-        random_layer(2, HEADS, 16, 16, 9),
-        Rows.current(torch.tensor([1, 0]), torch.tensor([3, 2]), first_token=torch.tensor([1, 5])),
-    )
-    tokens = random_tokens(1, 8, HEADS, 16, 16)
-    wide = torch.full((1, 8, 2 * HEADS, 16), 7.0, dtype=torch.float64)
-    part = wide[:, :, HEADS:]
-    got = kda_verify(tokens, copied(layer), rows, out=part)
-    assert got is part
-    new = kda_verify(tokens, copied(layer), rows)
-    assert torch.equal(part[0, [1, 2, 3, 5, 6]], new[0, [1, 2, 3, 5, 6]])
-    assert (part[0, [0, 4, 7]] == 7).all()
-    assert not new[0, [0, 4, 7]].any()
-    assert (wide[:, :, :HEADS] == 7).all()
-    with pytest.raises(ValueError, match="heads and channels contiguous"):
-        kda_verify(tokens, layer, rows, out=wide[..., :HEADS, :].transpose(2, 3))
-
-
-def test_folding_ahead_is_folding_inside():
-    rows = ring([3, 0, -1, 1], [9, 4, 9, 0], held=[7, 3, 0, 2], start=20, fold=[True, False, False, True])
-    layers = [filled(random_layer(4, HEADS, 16, 16, 25, seed=i, dtype=torch.float32), rows) for i in range(2)]
-    tokens = random_tokens(4, 9, HEADS, 16, 16, dtype=torch.float32)
-    inside, ahead = [copied(x) for x in layers], [copied(x) for x in layers]
-    later = kda_fold_held(ahead, rows)
-    assert not later.fold.any()
-    for a, b in zip(ahead, inside, strict=True):
-        close(launch_kda_chunk(tokens, a, later), launch_kda_chunk(tokens, b, rows), KERNEL_ERROR)
-        close(a.checkpoint[[0, 2, 3]], b.checkpoint[[0, 2, 3]], KERNEL_ERROR)
-        for x, y in zip(vars(a.records).values(), vars(b.records).values(), strict=True):
-            assert torch.equal(x.isnan(), y.isnan())
-            close(x.nan_to_num(), y.nan_to_num(), KERNEL_ERROR)
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("value_dim", [16, 130], ids=["one-tile", "value-tiles"])
-def test_convolution_inside_the_verification_is_the_one_in_front(value_dim, width, packed):
-    """Outputs, records and the convolution's ring; ragged rows, padding, no token, a ring that wraps."""
-    num_rows, capacity = [9, 1, 3, 5, 0], width + 10
-    rows = ring([3, 0, -1, 1, 2], num_rows, held=[4, 9, 0, 0, 2], start=13, fold=[True, False, False, False, True])
-    layer = filled(random_layer(4, HEADS, 16, value_dim, capacity=18, dtype=torch.float32), rows)
-    tokens = poisoned(random_tokens(5, 9, HEADS, 16, value_dim, dtype=torch.float32), num_rows)
-    channels = HEADS * (32 + value_dim)
-    past = draw(4, capacity, channels, seed=5)
-    cursor = torch.tensor([capacity - 1, 4, 0, 1, 7])
-    before, inside = (Window(draw(width, channels, seed=6), past.clone(), cursor) for _ in range(2))
-    if packed:
-        lines = {name: line_up(x, num_rows, [3, 0, 2, 4, 1]) for name, x in vars(tokens).items()}
-        rows = dataclasses.replace(rows, first_token=lines["key"][1])
-        tokens = Tokens(**{name: x for name, (x, _) in lines.items()})
-    expected, got = copied(layer), copied(layer)
-    want = kda_verify_ref(tokens, expected, rows, before)
-    have = launch_kda_chunk(tokens, got, rows, window=inside)
-    close(have, want, KERNEL_ERROR)
-    assert torch.equal(inside.ring, before.ring)
-    assert not torch.equal(inside.ring, past)
-    close(got.checkpoint, expected.checkpoint, KERNEL_ERROR)
-    for a, b in zip(vars(got.records).values(), vars(expected.records).values(), strict=True):
-        assert torch.equal(a.isnan(), b.isnan()), "another set of records was written"
-        close(a.nan_to_num(), b.nan_to_num(), KERNEL_ERROR)
-
-
-@pytest.mark.parametrize("convolve", [conv_window_ref, launch_conv_window], ids=["reference", "kernel"])
-def test_convolution_in_front_gives_the_tokens(convolve):
-    tokens, rows = random_tokens(2, 3, HEADS, 8, 6, dtype=torch.float32), ring([1, 0], [3, 2])
-    window = Window(draw(4, HEADS * 22), draw(2, 6, HEADS * 22, seed=1), torch.tensor([3, 0]))
-    mixed = convolved_tokens(tokens, rows, window, convolve)
-    assert mixed.gate is tokens.gate
-    assert mixed.value.shape == tokens.value.shape
-    line = torch.cat([x.flatten(2) for x in (tokens.query, tokens.key, tokens.value)], 2)
-    window = Window(window.taps, draw(2, 6, HEADS * 22, seed=1), window.cursor)
-    whole = conv_window_ref(line, window.taps.T, window.ring, rows.slots, window.cursor, rows.num_rows)
-    close(mixed.key, whole[..., HEADS * 8 : HEADS * 16].unflatten(2, (HEADS, 8)), 1e-6)
 
 
 def test_a_window_that_does_not_fit_is_refused():
