@@ -1,8 +1,8 @@
 """Everything that the plug-in changes in vLLM, each patch with its reason.
 
 On the releases of V1_RELEASES the V1 model runner learns DSpark (patches 1 to 5). On those of V2_RELEASES the V2
-runner, which has a DSpark of its own, drafts and verifies with our kernels (patches 6 and 7). With another
-speculative method each patched function returns what vLLM's own returns.
+runner, which has a DSpark of its own, drafts, verifies and replays KDA layers with our kernels (patches 6 to 8). With
+another speculative method each patched function returns what vLLM's own returns.
 """
 
 import sys

@@ -230,6 +230,17 @@ def _problems(config: VllmConfig, drafter: DrafterConfig, options: Options, loop
         problems.append(f"w2={options.w2!r} needs our kernels, but {loop_reason}")
     if options.chain == "reference" and not config.model_config.enforce_eager:
         problems.append("chain='reference' waits for the device, which a CUDA graph cannot capture: set enforce_eager")
+    if options.check_ranks and config.parallel_config.enable_batch_sharded_sampling:
+        problems.append(
+            "check_ranks with enable_batch_sharded_sampling: each rank samples other requests, and there is nothing to"
+            " compare; leave one of them out"
+        )
+    revision = speculative.draft_model_config.revision
+    if revision is not None:
+        problems.append(
+            f"revision={revision!r}: configuration and calibration of the drafter are read from the default revision,"
+            " and its weights would be another's; give a folder that holds this revision, and leave revision out"
+        )
     if speculative.quantization is not None:
         problems.append(
             f"quantization={speculative.quantization!r}: the drafter is served as it was stored; leave it out"

@@ -38,12 +38,12 @@ def replaced(**changes):
     return DrafterConfig(**(vars(DRAFTER) | changes))
 
 
-def configuration(topk=None, additional=None, watermark=None, model=None, **speculative):
+def configuration(topk=None, additional=None, watermark=None, model=None, sharded=False, revision=None, **speculative):
     """The fields of a vLLM configuration that a plan looks at."""
     hf_config = SimpleNamespace(architectures=[ARCHITECTURE], dspark_draft_topk=topk)
     fields = {
         "method": "dspark",
-        "draft_model_config": SimpleNamespace(hf_config=hf_config, model="drafter", revision=None),
+        "draft_model_config": SimpleNamespace(hf_config=hf_config, model="drafter", revision=revision),
         "draft_sample_method": "probabilistic",
         "rejection_sample_method": "standard",
         "enable_adaptive_verification": False,
@@ -56,6 +56,7 @@ def configuration(topk=None, additional=None, watermark=None, model=None, **spec
         speculative_config=SimpleNamespace(**(fields | speculative)),
         additional_config={} if additional is None else {"dspark": additional},
         watermark_config=watermark,
+        parallel_config=SimpleNamespace(enable_batch_sharded_sampling=sharded),
         model_config=SimpleNamespace(**(models | (model or {}))),
     )
 
@@ -113,6 +114,8 @@ def test_adaptive_verification_needs_a_confidence_head_of_ours():
         ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction"),
         ({"additional": {"chain": "reference"}}, "set enforce_eager"),
         ({"additional": {"chain": "vllm", "w2": "fp8"}}, "w2='fp8' needs our kernels"),
+        ({"additional": {"check_ranks": True}, "sharded": True}, "each rank samples other requests"),
+        ({"revision": "v2"}, "revision='v2': configuration and calibration of the drafter are read from the default"),
     ],
 )
 def test_refusals(changes, words):
