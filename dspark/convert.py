@@ -83,11 +83,14 @@ def convert(
         What was written.
 
     Raises:
-        CheckpointError: the source cannot be loaded, or the destination's packaging cannot express it; all all reasons.
-        ValueError: `destination` exists and `force` was not given, or `to` is unknown.
+        CheckpointError: the source cannot be loaded, or the destination's packaging cannot express it; all reasons.
+        ValueError: `destination` exists and `force` was not given, `to` is unknown, or `verifier` is given where
+            nothing takes it.
     """
     if to not in FAMILY:
         raise ValueError(f"to={to!r}: expected one of {', '.join(FAMILY)}")
+    if verifier is not None and to != "speculators":
+        raise ValueError(f"verifier={verifier!r}: only a speculators config names its target; leave it out for {to}")
     destination = Path(destination)
     if destination.exists() and not force:
         raise ValueError(f"{destination} exists; give another folder, or --force to replace what is in it")

@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from dspark.evals.acceptance import acceptance_statistics
-from dspark.evals.records import RECORDS_FILE, SETTINGS_FILE, RequestRecord, differing_fields, read_records
+from dspark.evals.records import (
+    RECORDS_FILE,
+    RESULTS_FILE,
+    SETTINGS_FILE,
+    RequestRecord,
+    differing_fields,
+    read_records,
+)
 from dspark.evals.rows import NOT_TIMED, MacroRow, ResultRow, Timing, make_domain_rows, make_macro_row, make_row
 from dspark.evals.settings import row_settings
 from dspark.evals.stats import Bootstrap, Estimate, divide
 
-RESULTS_FILE = "results.json"
 Cell = tuple[str, float]  # data set and temperature
 
 
@@ -65,7 +71,15 @@ def load_run(folder: Path, name: str) -> Run:
     for file in (SETTINGS_FILE, RECORDS_FILE):
         if not (folder / file).is_file():
             raise ValueError(f"{folder} holds no run: it has no {file}; name a folder that dspark eval --out wrote")
-    description = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    try:
+        description = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / SETTINGS_FILE} is damaged: no JSON ({error}); run dspark eval again") from error
+    if not isinstance(description, dict) or not {"settings", "datasets"} <= description.keys():
+        raise ValueError(
+            f"{folder} holds no run of dspark eval: its {SETTINGS_FILE} lacks settings and datasets, as in the folders "
+            "of dspark quality --states; name a folder that dspark eval --out wrote"
+        )
     records, _ = read_records(folder / RECORDS_FILE)
     cells: dict[Cell, list[RequestRecord]] = {}
     for dataset in description["datasets"]:

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from dspark.evals.compare import RESULTS_FILE, Comparison, paired_differences
+from dspark.evals.compare import Comparison, paired_differences
 from dspark.evals.document import render_report
 from dspark.evals.plots import HOW_TO_GET, draw_plots, plots_available
-from dspark.evals.records import write_json
+from dspark.evals.records import RESULTS_FILE, write_json
 
 REPORT_FILE = "report.md"
 

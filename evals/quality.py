@@ -26,7 +26,7 @@ from dspark.drafter import Drafter, check_num_draft_tokens
 from dspark.evals.block_scores import ScoringRule, score_paths, without_markov
 from dspark.evals.datasets import Dataset, PromptFormat, load_dataset, resolve_prompt_format
 from dspark.evals.quality_figures import Quality, measure_quality
-from dspark.evals.records import RECORDS_FILE, write_json
+from dspark.evals.records import RECORDS_FILE, RESULTS_FILE, write_json
 from dspark.evals.settings import EvalSettings, describe_drafter, describe_target, library_versions, source_commit
 from dspark.evals.stats import Bootstrap
 from dspark.evals.target_states import (
@@ -42,7 +42,6 @@ from dspark.loop import check_pair
 from dspark.target import HFTarget
 
 ABLATIONS = {"markov": "without Markov head"}
-RESULTS_FILE = "results.json"
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from dspark.evals.quality import QualityRow
 from dspark.evals.quality_figures import PositionQuality
+from dspark.evals.report import MISSING, number
 from dspark.evals.stats import Estimate
 
-MISSING = "-"
 HEADER = (
     "drafter",
     "data set",
@@ -116,13 +116,3 @@ def _rounding(rows: Sequence[QualityRow]) -> Iterator[str]:
                 "tokens are not what their states call possible (at temperature 0: likeliest), by rounding; they count "
                 "as the target's all the same"
             )
-
-
-def number(estimate: Estimate, digits: int = 2, interval: bool = False) -> str:
-    """A figure, or "-" where it is undefined; with its interval if wanted."""
-    if estimate.value is None:
-        return MISSING
-    text = f"{estimate.value:.{digits}f}"
-    if interval and estimate.low is not None:
-        text += f" [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
-    return text

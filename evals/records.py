@@ -16,6 +16,7 @@ from dspark.records import FinishReason, StepRecord
 
 SETTINGS_FILE = "settings.json"
 RECORDS_FILE = "records.jsonl"
+RESULTS_FILE = "results.json"  # figures, made from the two files above
 
 
 @dataclass(frozen=True)

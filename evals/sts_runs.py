@@ -53,16 +53,17 @@ def fit_calibration(
         cells together, then of every cell.
 
     Raises:
-        ValueError: runs of different settings or of another drafter, fewer drafts than it has positions, no
-            confidences, or too few events.
+        ValueError: runs of different settings or of another drafter, fewer drafts than it has positions, no requests
+            at one of the temperatures, no confidences, or too few events.
     """
     runs = compare_runs(runs, HARMLESS).runs
     description = runs[0].description
     _check_drafter(description, drafter_path)
     cells = {(run.name, *cell): records for run in runs for cell, records in run.cells.items()}
     chosen = {key: records for key, records in cells.items() if _is_chosen(key[2], sampling_temperatures)}
-    if not chosen:
-        wanted = "above 0" if sampling_temperatures is None else " or ".join(f"{t:g}" for t in sampling_temperatures)
+    absent = [t for t in sampling_temperatures or () if not any(temperature == t for *_, temperature in chosen)]
+    if absent or not chosen:
+        wanted = " or ".join(f"{t:g}" for t in absent) or "above 0"
         raise ValueError(f"the runs have no requests at a temperature {wanted}: there is nothing to fit")
     halves = [[r for records in chosen.values() for r in records if r.index % 2 == half] for half in (0, 1)]
     depth = description["settings"]["num_draft_tokens"]

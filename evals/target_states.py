@@ -284,7 +284,7 @@ def read_completions(
         max_new_tokens: a longer completion is cut.
 
     Raises:
-        ValueError: a line has no completion, or a blank one.
+        ValueError: a line has no completion, or a blank one, or its prompt leaves no room for one.
     """
     lines = [line for line in dataset.path.read_bytes().splitlines() if line.strip()]
     paths = []
@@ -297,6 +297,11 @@ def read_completions(
             )
         prompt_ids = tuple(format_prompt(target, prompt.text, prompt_format))
         room = min(max_new_tokens, target.max_positions - len(prompt_ids))
+        if room < 1:
+            raise ValueError(
+                f"{dataset.path}: prompt {prompt.index} has {len(prompt_ids)} tokens, the target reaches "
+                f"{target.max_positions} positions: none is left for its {COMPLETION_FIELD}; shorten it"
+            )
         token_ids = tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"][:room])
         paths.append(TargetPath(prompt.index, prompt.domain, prompt_ids, token_ids, "length", len(token_ids)))
     return paths

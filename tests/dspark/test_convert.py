@@ -245,3 +245,5 @@ def test_a_refused_source_is_refused_with_its_own_problems(tmp_path):
         convert(source, tmp_path / "b", "speculators")
     with pytest.raises(ValueError, match="to='gguf': expected one of deepspec, speculators"):
         convert(source, tmp_path / "b", "gguf")
+    with pytest.raises(ValueError, match="only a speculators config names its target; leave it out for deepspec"):
+        convert(source, tmp_path / "b", "deepspec", verifier="owner/name")

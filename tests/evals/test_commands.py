@@ -224,8 +224,9 @@ class TestCalibrate:
         assert message in capsys.readouterr().err.splitlines()[-1]
         assert not (tmp_path / "c.json").exists()
 
-    def test_a_temperature_that_was_not_run(self, sampled, tmp_path, capsys):
-        flags = ["--drafter", sampled[1], "--out", str(tmp_path / "c.json"), "--temperature", "1"]
+    @pytest.mark.parametrize("wanted", [["1"], ["20", "--temperature", "1"]])
+    def test_a_temperature_that_was_not_run(self, sampled, wanted, tmp_path, capsys):
+        flags = ["--drafter", sampled[1], "--out", str(tmp_path / "c.json"), "--temperature", *wanted]
         assert run("calibrate", sampled[0], *flags) == 2
         assert "no requests at a temperature 1" in capsys.readouterr().err
 

@@ -107,6 +107,16 @@ class TestLoading:
         with pytest.raises(ValueError, match=f"holds no run: it has no {missing}"):
             load_runs([folder])
 
+    @pytest.mark.parametrize(
+        ("text", "message"), [('{"dataset": {}}', "lacks settings and datasets"), ("{", "is damaged: no JSON")]
+    )
+    def test_settings_of_something_else_are_refused(self, tmp_path, text, message):
+        """A folder of target states has files of the same names."""
+        folder = write_run(tmp_path / "out", coin_run())
+        (folder / "settings.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_runs([folder])
+
     def test_a_folder_named_twice_is_refused(self, tmp_path):
         folder = write_run(tmp_path / "out", coin_run())
         with pytest.raises(ValueError, match="named twice"):

@@ -242,3 +242,11 @@ def test_completions_come_from_the_data_set(target, tmp_path):
     path.write_text('{"prompt": "a", "completion": " "}\n')
     with pytest.raises(ValueError, match="prompt 0 has no completion text, got ' '"):
         read_completions(target, load_dataset(path), resolve_prompt_format(target), 8)
+
+
+def test_a_prompt_that_leaves_no_room_for_its_completion_is_refused(target, tmp_path):
+    """A negative room would cut the completion from its end instead."""
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"prompt": "x" * (target.max_positions + 1), "completion": "hello"}) + "\n")
+    with pytest.raises(ValueError, match="none is left for its completion"):
+        read_completions(target, load_dataset(path), resolve_prompt_format(target), 8)
