@@ -27,7 +27,7 @@ CANDIDATES = (16, 32, 64, 128, 256)
 GROUPS = (64, 32, 16)  # columns whose maximum is kept; k groups are looked at again
 MAX_COUNTED = 32768  # values of one selection: two counts share 32 bits
 PREFETCHED_BYTES = 16 << 20  # a third of the L2 cache of an H100
-GATHERED = 16384  # elements of W2 that a program gathers at a time
+GATHERED = 32768  # elements of W2 that a program gathers at a time; half of that while it computes with as many
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,6 @@ def candidates_chain(
         FP8=weights.w2_scale is not None, REDUCED=weights.target_ids is not None, TRUNCATED=truncation is not None,
         RANK=weights.rank, BLOCK_R=block_r, BLOCK_H=256, K=workspace.k,
         BLOCK_K=min(workspace.k, max(GATHERED // block_r, 16)), BLOCK_J=min(workspace.k, 32),
-        BLOCK_S=triton.next_power_of_2(base.shape[1]),
+        BLOCK_S=triton.next_power_of_2(base.shape[1]), AHEAD=2 * workspace.k * block_r <= GATHERED,
         num_warps=4 if workspace.k * block_r <= 8192 else 8,
     )  # fmt: skip

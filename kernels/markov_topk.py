@@ -188,7 +188,7 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, KIND: tl.constexpr, CONFIDENCE: tl.constexpr,
     FEATURES: tl.constexpr, OUT: tl.constexpr, FP8: tl.constexpr, REDUCED: tl.constexpr, TRUNCATED: tl.constexpr,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """All steps of one request."""
     request = tl.program_id(0).to(tl.int64)
@@ -213,18 +213,20 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
         # fit, their rows of W2.
         column = tl.load(columns_ptr + request * STEPS * K + k)
         value = tl.load(values_ptr + request * STEPS * K + k)
-        rows = tl.zeros([1], tl.float32)
+        rows = 0
         if KIND != "none":  # noqa: SIM102 - the interpreter's chained comparisons are not constexpr
-            if BLOCK_K == K:
+            if AHEAD:
                 rows = _candidate_rows(column, w2_ptr, FP8, RANK, BLOCK_R)
         after = request * STEPS + (1 if STEPS > 1 else 0)
         next_column, next_value = tl.load(columns_ptr + after * K + k), tl.load(values_ptr + after * K + k)
         for step in range(STEPS):
             at = request * STEPS + step
             logits = value
-            next_rows = rows
-            if KIND != "none":  # noqa: SIM102
-                if BLOCK_K == K:
+            next_rows, these = rows, rows
+            if KIND != "none":
+                if BLOCK_K == K and not AHEAD:
+                    these = _candidate_rows(column, w2_ptr, FP8, RANK, BLOCK_R)
+                if AHEAD:
                     next_rows = _candidate_rows(next_column, w2_ptr, FP8, RANK, BLOCK_R)
             after = request * STEPS + tl.minimum(step + 2, STEPS - 1)
             second_column = tl.load(columns_ptr + after * K + k)
@@ -235,7 +237,7 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
                     joint_stride, joint_column, KIND, FEATURES, RANK, BLOCK_R,
                 )  # fmt: skip
                 if BLOCK_K == K:
-                    bias = tl.sum(rows.to(tl.float32) * features[None, :], axis=1)
+                    bias = tl.sum(these.to(tl.float32) * features[None, :], axis=1)
                 else:
                     bias = _bias_in_parts(
                         columns_ptr + at * K, features, w2_ptr, scratch + 3 * K, FP8, RANK, BLOCK_R, K, BLOCK_K
@@ -269,5 +271,7 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
                 key = x - tl.reshape(noise, [K])
             token = race_winner(tl.max(race_word(key, candidate), axis=0)).to(tl.int64)
             tl.store(tokens_ptr + at, token)
-            column, value, rows = next_column, next_value, next_rows
+            if AHEAD:
+                rows = next_rows
+            column, value = next_column, next_value
             next_column, next_value = second_column, second_value
