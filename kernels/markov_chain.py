@@ -16,7 +16,9 @@ from dspark.kernels.markov_held import _held_chain_kernel
 from dspark.kernels.markov_persistent import _chain_kernel
 
 HELD_BATCH = 16  # requests up to which W2 may stay on chip; more of them need the registers for the race
-MAX_BLOCK_B = 32  # at 64 the product would be one of warpgroups, whose operands wait for a fence at every tile
+# At 64 Triton takes warpgroup products and one program fits a multiprocessor; from the times of two shapes a tile took
+# about twice what its instructions need. Why was not profiled.
+MAX_BLOCK_B = 32
 TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
 FEATURE_ELEMENTS = 16384  # of a block of requests: 32 KB
 SHARED_RESERVE = 28 * 1024  # of a multiprocessor's shared memory, for layout changes and reductions
