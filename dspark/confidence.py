@@ -74,7 +74,7 @@ class ConfidenceCalibration:
         requests = self.fitted_on.get("num_requests")
         source = f", fitted on {requests} requests" if requests else ""
         ece = self.held_out.get("ece")
-        if isinstance(ece, Mapping):
+        if ece is not None:
             source += f"; ECE {ece['before']['value']:.3f} before, {ece['after']['value']:.3f} after, on others"
         return f"{METHOD}, temperatures {values}{source}"
 
@@ -132,10 +132,17 @@ def read_calibration(folder: Path, num_positions: int, head_sha256: str | None) 
             "Delete the file, or use the drafter that it was fitted for.",
         )
     raw = read_json(path)
-    if raw.keys() != FIELDS or raw["method"] != METHOD or not isinstance(raw["temperatures"], list):
+    if not (
+        raw.keys() == FIELDS
+        and raw["method"] == METHOD
+        and isinstance(raw["temperatures"], list)
+        and isinstance(raw["fitted_on"], dict)
+        and _has_known_scores(raw["held_out"])
+    ):
         raise refusal(
             f"{CALIBRATION_FILE} has the fields {', '.join(sorted(raw))}, method {raw.get('method')!r}",
-            f"{', '.join(sorted(FIELDS))} with method {METHOD!r} and a list of temperatures",
+            f"{', '.join(sorted(FIELDS))} with method {METHOD!r}, "
+            "a list of temperatures, and figures as dspark writes them",
             "What its numbers mean would be a guess.",
             remedy,
         )
@@ -157,6 +164,17 @@ def read_calibration(folder: Path, num_positions: int, head_sha256: str | None) 
             remedy,
         )
     return calibration
+
+
+def _has_known_scores(held_out: Any) -> bool:
+    """Whether an ECE that is there has the form that `ConfidenceCalibration.summary` reads."""
+    if not isinstance(held_out, dict):
+        return False
+    ece = held_out.get("ece")
+    if ece is None:
+        return True
+    parts = [ece.get(name) if isinstance(ece, dict) else None for name in ("before", "after")]
+    return all(isinstance(part, dict) and isinstance(part.get("value"), int | float) for part in parts)
 
 
 def write_calibration(path: Path, calibration: ConfidenceCalibration) -> None:

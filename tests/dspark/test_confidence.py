@@ -93,6 +93,8 @@ def test_step_records_hold_calibrated_confidences_and_the_same_tokens():
         pytest.param(lambda raw: raw | {"temperatures": ["1"]}, r"temperatures\[0\].* is '1';", id="text"),
         pytest.param(lambda raw: raw | {"temperatures": [True]}, r"temperatures\[0\].* is True;", id="bool"),
         pytest.param(lambda raw: raw | {"temperatures": 1.0}, "a list of temperatures", id="no-list"),
+        pytest.param(lambda raw: raw | {"fitted_on": 3}, "figures as dspark writes them", id="no-settings"),
+        pytest.param(lambda raw: raw | {"held_out": {"ece": {}}}, "figures as dspark writes them", id="no-figures"),
         pytest.param(lambda raw: raw | {"method": "platt"}, "method 'platt'", id="another-method"),
         pytest.param(lambda raw: raw | {"bias": 0.1}, "has the fields bias, confidence_head", id="unknown-field"),
         pytest.param(lambda raw: {"temperatures": raw["temperatures"]}, "a guess", id="missing-fields"),
