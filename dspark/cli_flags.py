@@ -16,7 +16,7 @@ def add_pair_flags(parser: argparse.ArgumentParser, repeatable: bool = False) ->
         "--drafter",
         action="append" if repeatable else "store",
         metavar="DRAFTER",
-        help="folder or Hub id of the drafter; default: embedded" + REPEATABLE * repeatable,
+        help="folder or Hub id of the drafter, or the word embedded, the default" + REPEATABLE * repeatable,
     )
     add_layout_flag(group)
     add_precision_flags(group)

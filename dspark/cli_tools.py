@@ -34,7 +34,7 @@ def add_convert(commands: Any, shared: dict[str, Any]) -> None:
         "other packaging cannot express is refused.",
         **shared,
     )
-    convert.add_argument("source", metavar="SRC", help="folder or Hub id")
+    convert.add_argument("source", metavar="SRC", help="folder or Hub id, or the word embedded")
     convert.add_argument("destination", metavar="DST", help="folder to write")
     convert.add_argument("--to", required=True, choices=("deepspec", "speculators"), help="the packaging to write")
     convert.add_argument("--target", metavar="TARGET", help="copy embedding and head from here if SRC has none")
@@ -63,8 +63,14 @@ def add_doctor(commands: Any, shared: dict[str, Any]) -> None:
 
 
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    """Both models as positional arguments."""
-    parser.add_argument("target", nargs="?", metavar="TARGET", help="folder, GGUF file or Hub id; default: embedded")
-    parser.add_argument("drafter", nargs="?", metavar="DRAFTER", help="folder or Hub id; default: embedded")
+    """Both models as positional arguments, as in `dspark quality`."""
+    parser.add_argument(
+        "models",
+        nargs="*",
+        default=[],
+        metavar="MODEL",
+        help="[TARGET] DRAFTER: folders or Hub ids, or the word embedded; one model is a drafter for the embedded "
+        "target; default: the embedded pair",
+    )
     add_layout_flag(parser)
     add_precision_flags(parser)

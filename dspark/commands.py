@@ -25,6 +25,7 @@ from dspark.drafter import Drafter
 from dspark.evals import EvalSettings, format_prompt, measure_acceptance
 from dspark.evals.datasets import resolve_prompt_format
 from dspark.evals.settings import library_versions
+from dspark.families.container import HUB_ID
 from dspark.loop import generate as run_loop
 from dspark.records import Generation, StepRecord
 from dspark.sampling import SamplingParams
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 12
 SEED_BITS = 63
+EMBEDDED = "embedded"  # the word for a model of the embedded pair
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def inspect(options: argparse.Namespace) -> int:
     """`dspark inspect`; status 1 if the checkpoint cannot be used."""
     from dspark.inspect import inspect_checkpoint
 
-    path = getattr(options, "drafter", None) or str(default_drafter_path())
+    path = drafter_location(getattr(options, "drafter", None))
     target = None
     if hasattr(options, "target"):
         target, _ = _load_target(options.target, torch.bfloat16, torch.device("cpu"))
@@ -137,8 +139,8 @@ def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
             if hasattr(options, name):
                 log.info("--%s has no effect with --plain, which runs without a drafter", name.replace("_", "-"))
         return Pair(target, source, None, None)
-    if target_name is None and hasattr(options, "drafter"):
-        log.info("no --target was given: %s has to fit the embedded pair's target", drafter_path)
+    if target_name is None and getattr(options, "drafter", EMBEDDED) != EMBEDDED:
+        log.info("no target was named: %s has to fit the embedded pair's target", drafter_path)
     layout = getattr(options, "layout", None)
     drafter = load_drafter(drafter_path, target=target, device=device, dtype=dtype, layout=layout)
     return Pair(target, source, drafter, drafter_path)
@@ -155,7 +157,23 @@ def find_drafter(options: argparse.Namespace) -> str | None:
             f"SmolLM2-135M-Instruct and was trained for no other model. If {target_name} is a copy of that model, "
             f"set {TARGET_VARIABLE}={target_name} and leave --target out"
         )
-    return drafter_path or str(default_drafter_path())
+    return drafter_location(drafter_path)
+
+
+def drafter_location(name: str | None) -> str:
+    """Folder or Hub id of the drafter that a command line names; None and the word `embedded` are the embedded one.
+
+    Raises:
+        ValueError: a path that leads nowhere. It is a mistake of the command line, not a fault of a checkpoint.
+    """
+    if name is None or name == EMBEDDED:
+        return str(default_drafter_path())
+    if not Path(name).exists() and not HUB_ID.fullmatch(name):
+        raise ValueError(
+            f"drafter {name}: no such folder; expected an existing folder, a Hub id such as owner/name, or the word "
+            f"{EMBEDDED}. Check the path"
+        )
+    return name
 
 
 def locate_target(name: str | None) -> tuple[TargetLocation | None, str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dspark.backend_flags import check_backend_flags, connect_server, start_engine
-from dspark.commands import Pair, find_drafter, given_options, load_pair, locate_target
+from dspark.commands import Pair, drafter_location, find_drafter, given_options, load_pair, locate_target
 from dspark.confidence import CALIBRATION_FILE, write_calibration
-from dspark.default import default_drafter_path
+from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings, format_table
 from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.compare import Comparison, Run, compare_runs, load_run, load_runs
@@ -18,6 +18,8 @@ from dspark.evals.records import SETTINGS_FILE
 from dspark.evals.report import format_comparison, number
 from dspark.evals.run import run_backend
 from dspark.evals.sts_runs import Check, fit_calibration, measure_scaling
+from dspark.loop import check_schedule
+from dspark.schedule import parse_schedule
 from dspark.terminal import say
 
 VARIED = ("drafter", "num_draft_tokens")  # flags of eval that make cells, beside data sets and temperatures
@@ -39,9 +41,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if out is not None:
         _check_folder(out, several=len(variants) > 1)
     runs: list[Run] = []
-    pair: Pair | None = None
-    for variant, chosen in zip(variants, settings, strict=True):
-        pair = _load(variant.options, pair)
+    pairs = _load_all(variants)
+    for variant, chosen, pair in zip(variants, settings, pairs, strict=True):
         backend, target_name, drafter_name = _open_backend(variant.options, chosen, pair)
         chosen = replace(chosen, target_name=target_name, drafter_name=drafter_name)
         folder = out if out is None or len(variants) == 1 else out / variant.name
@@ -115,6 +116,22 @@ def _settings(options: argparse.Namespace) -> EvalSettings:
     return EvalSettings(**given)
 
 
+def _load_all(variants: Sequence[Variant]) -> list[Pair | None]:
+    """The models of every variant. What does not load, and a K or a schedule that a drafter cannot follow, must not
+    cost the runs before it, nor leave a folder of a run that cannot be.
+    """
+    pairs: list[Pair | None] = []
+    for variant in variants:
+        pairs.append(_load(variant.options, pairs[-1] if pairs else None))
+        if pairs[-1] is None:
+            continue
+        drafter = pairs[-1].drafter
+        check_schedule(parse_schedule(getattr(variant.options, "schedule", None)), drafter)
+        if drafter is not None and hasattr(variant.options, "num_draft_tokens"):
+            check_num_draft_tokens(drafter.config, variant.options.num_draft_tokens)
+    return pairs
+
+
 def _load(options: argparse.Namespace, loaded: Pair | None) -> Pair | None:
     """The models of a variant in this process, None where vLLM has them; the target of the variant before is kept."""
     check_backend_flags(options)
@@ -177,7 +194,7 @@ def _show(comparison: Comparison, options: argparse.Namespace, command: str) -> 
 
 def calibrate(options: argparse.Namespace) -> int:
     """`dspark calibrate`."""
-    path = getattr(options, "drafter", None) or str(default_drafter_path())
+    path = drafter_location(getattr(options, "drafter", None))
     if not hasattr(options, "out") and not Path(path).is_dir():
         raise ValueError(
             f"--drafter {path} is no folder here, so the calibration cannot lie beside it: name a file with --out"

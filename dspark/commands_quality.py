@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark.checkpoint import load_drafter
-from dspark.commands import load_pair
-from dspark.default import cache_folder, default_drafter_path
+from dspark.commands import EMBEDDED, drafter_location, load_pair
+from dspark.default import cache_folder
 from dspark.drafter import Drafter
 from dspark.evals.quality import QualityOptions, QualityRow, score_drafters, write_results
 from dspark.evals.quality_report import format_quality
@@ -24,7 +24,6 @@ from dspark.terminal import say
 
 log = logging.getLogger(__name__)
 
-EMBEDDED = "embedded"
 STATES_FOLDER = "target-states"
 BATCH_SIZE = {"cpu": 8, "cuda": 128}  # continuations decoded together, where none is given
 
@@ -88,14 +87,16 @@ def _load(options: argparse.Namespace) -> tuple[HFTarget, str, dict[str, Drafter
             raise ValueError(f"drafter {drafter} is named twice: its rows could not be told apart")
     first: dict[str, Any] = {name: value for name, value in vars(options).items() if name not in ("target", "drafter")}
     first |= {} if target == EMBEDDED else {"target": target}
-    first |= {} if target == drafters[0] == EMBEDDED else {"drafter": _path(drafters[0])}
+    first |= {} if target == drafters[0] == EMBEDDED else {"drafter": drafter_location(drafters[0])}
     pair = load_pair(argparse.Namespace(**first))
     assert pair.drafter is not None, "only eval has --plain"
     loaded = [pair.drafter]
     layout = getattr(options, "layout", None)
     device, dtype = pair.target.device, pair.target.dtype
     for name in drafters[1:]:
-        loaded.append(load_drafter(_path(name), target=pair.target, device=device, dtype=dtype, layout=layout))
+        loaded.append(
+            load_drafter(drafter_location(name), target=pair.target, device=device, dtype=dtype, layout=layout)
+        )
     return pair.target, pair.target_name, dict(zip(_labels(drafters), loaded, strict=True))
 
 
@@ -113,10 +114,6 @@ def named_models(models: Sequence[str], target: str | None) -> tuple[str, list[s
     if len(models) < 2:
         return EMBEDDED, list(models) or [EMBEDDED]
     return models[0], list(models[1:])
-
-
-def _path(name: str) -> str:
-    return str(default_drafter_path()) if name == EMBEDDED else name
 
 
 def _labels(names: Sequence[str]) -> list[str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from dspark.commands import Pair, find_drafter, given_options, load_pair
+from dspark.commands import EMBEDDED, Pair, drafter_location, given_options, load_pair
 from dspark.commands import _load_target as load_target_named
+from dspark.commands_quality import named_models
 from dspark.convert import Conversion
 from dspark.convert import convert as run_convert
 from dspark.cost import CostTable
@@ -35,7 +36,9 @@ def profile(options: argparse.Namespace) -> int:
     if hasattr(options, "batch_size"):
         given["batch_sizes"] = tuple(options.batch_size)
     settings = ProfileSettings(**given)  # a wrong value must not cost the loading of two models
-    pair = load_pair(options)
+    if not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out}: there is no folder {Path(options.out).parent} to write the table to")
+    pair = load_pair(_with_models(options))
     assert pair.drafter is not None, "only eval has --plain"
     if "batch_sizes" not in given and pair.target.device.type == "cuda":
         settings = replace(settings, batch_sizes=GPU_BATCH_SIZES)
@@ -67,7 +70,7 @@ def convert(options: argparse.Namespace) -> int:
     if hasattr(options, "target"):
         target, _ = load_target_named(options.target, torch.float32, torch.device("cpu"))
     result = run_convert(
-        options.source,
+        drafter_location(options.source),
         options.destination,
         options.to,
         layout=getattr(options, "layout", None),
@@ -90,8 +93,8 @@ def convert(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """`dspark doctor`; status 1 if something is wrong with the drafter."""
     settings = DoctorSettings(**given_options(options, DoctorSettings))  # before two models are loaded
-    path = find_drafter(options)
-    assert path is not None, "only eval has --plain"
+    options = _with_models(options)
+    path = drafter_location(options.drafter)
     inspection = inspect_checkpoint(path, layout=getattr(options, "layout", None))
     target_name = None
     if inspection.loadable:
@@ -110,6 +113,15 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         print(f"{path}\n{format_diagnosis(diagnosis)}")
     return 0 if diagnosis.healthy else 1
+
+
+def _with_models(options: argparse.Namespace) -> argparse.Namespace:
+    """The options with the models as `load_pair` wants them; a target that is the embedded one is absent."""
+    target, drafters = named_models(options.models, None)
+    if len(drafters) > 1:
+        raise ValueError(f"{len(options.models)} models were named: expected [TARGET] DRAFTER")
+    chosen = {"drafter": drafters[0]} | ({} if target == EMBEDDED else {"target": target})
+    return argparse.Namespace(**vars(options), **chosen)
 
 
 def _examine(pair: Pair, path: str, settings: DoctorSettings) -> Diagnosis:

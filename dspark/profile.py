@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dspark.cost import CostPoint, CostTable
-from dspark.drafter import Drafter
+from dspark.drafter import Drafter, check_num_draft_tokens
 from dspark.loop import generate
 from dspark.sampling import SamplingParams
 from dspark.schedule import Schedule
@@ -73,9 +73,16 @@ def profile(
         report: called with a line of progress per batch size.
 
     Raises:
-        ValueError: the prompts leave no room within the target's positions, or K is outside the trained range.
+        ValueError: there is no confidence head, K is outside the trained range, or the prompts leave no room within the
+            target's positions.
     """
     longest = settings.num_draft_tokens if settings.num_draft_tokens is not None else drafter.config.max_draft_tokens
+    if drafter.config.confidence == "none":
+        raise ValueError(
+            "this drafter has no confidence head, by which a schedule chooses how many drafts to verify: a cost table "
+            "would serve nothing"
+        )
+    check_num_draft_tokens(drafter.config, longest)
     num_steps = WARM_UP_STEPS + longest + 2
     room = min(target.max_positions, drafter.config.max_position_embeddings - drafter.config.block_size)
     if settings.context + num_steps * (longest + 1) > room:

@@ -1,6 +1,7 @@
 """`dspark profile` on a tiny pair: every kind of step is timed as often as was asked for, and the table schedules."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from pairs import drafter_config, tiny_drafter, tiny_target
@@ -9,6 +10,8 @@ from tiny_target import write_counting_pair
 from dspark import SamplingParams, generate
 from dspark.cli import main
 from dspark.cost import CostTable
+from dspark.default import default_drafter_path
+from dspark.drafter import Drafter
 from dspark.profile import PLAIN, ProfileSettings, SweepOver, _Sweep, profile, time_steps
 from dspark.schedule import ThroughputSchedule
 
@@ -72,6 +75,40 @@ def test_settings_that_time_nothing_are_refused(changes, message):
 def test_a_context_without_room_is_refused(pair):
     with pytest.raises(ValueError, match="leaves no room for 8 steps of 5 tokens within 252"):
         profile(*pair, ProfileSettings(context=240))
+
+
+def test_what_cannot_be_timed_is_told_before_it_is_timed(pair):
+    with pytest.raises(ValueError, match=r"num_draft_tokens=99 is outside 1\.\.4"):
+        profile(*pair, ProfileSettings(num_draft_tokens=99))
+    target, drafter = pair
+    headless = Drafter(replace(drafter.config, confidence="none"))
+    with pytest.raises(ValueError, match="no confidence head"):
+        profile(target, headless, ProfileSettings())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", "--out", "nowhere/cost.json"], "there is no folder nowhere"),
+        (["profile", "a", "b", "c", "--out", "cost.json"], "3 models were named: expected [TARGET] DRAFTER"),
+        (["profile", "nowhere", "--out", "cost.json"], "drafter nowhere: no such folder"),
+        (["doctor", "nowhere"], "drafter nowhere: no such folder"),
+        (["inspect", "nowhere"], "drafter nowhere: no such folder"),
+        (["convert", "nowhere", "there", "--to", "deepspec"], "drafter nowhere: no such folder"),
+    ],
+)
+def test_a_wrong_path_is_one_line_and_status_2(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert message in line
+
+
+def test_the_embedded_drafter_has_a_word(capsys):
+    assert main(["inspect", "embedded", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(default_drafter_path())
 
 
 def test_the_command_writes_a_table_that_generate_and_eval_take(tmp_path, capsys):

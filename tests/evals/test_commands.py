@@ -119,6 +119,8 @@ class TestCells:
             pytest.param(["--num-draft-tokens", "2", "--num-draft-tokens", "2"], "names one value twice", id="twice"),
             pytest.param(["--num-draft-tokens", "2", "--num-draft-tokens", "0"], "must be at least 1", id="zero"),
             pytest.param(["--num-draft-tokens", "2", "--num-draft-tokens", "9"], "outside 1..4", id="too-many"),
+            pytest.param(["--drafter", "nowhere"], "drafter nowhere: no such folder", id="no-such-drafter"),
+            pytest.param(["--plain", "--schedule", "threshold:0.5"], "without a drafter", id="plain-schedule"),
             pytest.param(["--plain", "--num-draft-tokens", "2", "--num-draft-tokens", "3"], "--plain", id="plain"),
             pytest.param(
                 ["--backend", "vllm", "--num-draft-tokens", "2", "--num-draft-tokens", "3"],
@@ -127,11 +129,12 @@ class TestCells:
             ),
         ],
     )
-    def test_mistakes_are_one_line(self, models, flags, extra, message, capsys):
-        assert run("eval", *flags, "--drafter", models[1], *extra) == 2
+    def test_mistakes_are_one_line_and_come_before_any_run(self, models, flags, extra, message, tmp_path, capsys):
+        assert run("eval", *flags, "--drafter", models[1], *extra, "--out", str(tmp_path / "out")) == 2
         said = capsys.readouterr()
         assert said.out == ""
         assert message in said.err.splitlines()[-1]
+        assert not (tmp_path / "out").exists()
 
 
 class TestReport:
