@@ -45,7 +45,8 @@ class CostTable:
     """Timed steps, and how they were timed.
 
     Raises:
-        ValueError: a number of requests lacks plain or drafted steps, or a time is not positive.
+        ValueError: a number of requests lacks plain or drafted steps, has a number of rows twice or one below 1, or a
+            time is not positive.
     """
 
     points: tuple[CostPoint, ...]
@@ -65,10 +66,16 @@ class CostTable:
                     f"the cost table has {len(drafted)} drafted and {len(undrafted)} plain points for {size} requests; "
                     "expected some and one: whether drafting pays could not be told. Profile again"
                 )
+            rows = [point.num_rows for point in drafted]
+            if size < 1 or rows[0] < 1 or len(set(rows)) < len(rows):
+                raise ValueError(
+                    f"the cost table has {size} requests with {', '.join(map(str, rows))} rows each; expected at least "
+                    "1 and every number once: no time could be told between or beyond them. Profile again"
+                )
             seconds = np.array([point.seconds for point in drafted])
             if not (np.isfinite(seconds).all() and seconds.min() > 0 and undrafted[0] > 0):
                 raise ValueError(f"the cost table has times that are not positive for {size} requests: profile again")
-            curves[size] = np.array([point.num_rows for point in drafted], dtype=float), never_falling(seconds)
+            curves[size] = np.array(rows, dtype=float), never_falling(seconds)
             plain[size] = undrafted[0]
         if not curves:
             raise ValueError("the cost table has no points: profile again")

@@ -442,6 +442,14 @@ def test_a_table_survives_the_disk_and_other_files_are_refused(tmp_path):
         CostTable.load(tmp_path / "text")
     with pytest.raises(ValueError, match="0 plain points for 1 requests"):
         CostTable((CostPoint(1, 1, True, 1.0, 1.0, 1.0, 1),), {})
+    # Twice the same rows give no slope: times beyond them would be NaN, and every draft would be verified.
+    for size, rows, message in (
+        (2, (1, 3, 3), "2 requests with 1, 3, 3 rows"),
+        (0, (1, 2), "0 requests with 1, 2 rows"),
+    ):
+        points = [CostPoint(size, count, True, 1.0, 1.0, 1.0, 1) for count in rows]
+        with pytest.raises(ValueError, match=message):
+            CostTable((*points, CostPoint(size, 1, False, 1.0, 1.0, 1.0, 1)), {})
 
 
 @pytest.mark.parametrize(
