@@ -294,7 +294,7 @@ def parse_schedule(text: str | None) -> Schedule | None:
 
 
 def describe_schedule(text: str | None) -> str | None:
-    """`text` for a report; a file with the start of its SHA-256, by which two tables of one name are told apart."""
+    """`text` for a report; of a file its name, which is the same in every folder, and the start of its SHA-256."""
     if text is None or not Path(text).is_file():
         return text
-    return f"{text} (sha256 {hashlib.sha256(Path(text).read_bytes()).hexdigest()[:12]})"
+    return f"{Path(text).name} (sha256 {hashlib.sha256(Path(text).read_bytes()).hexdigest()[:12]})"

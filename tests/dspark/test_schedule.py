@@ -24,6 +24,7 @@ from dspark.schedule import (
     ThroughputSchedule,
     admit_by_survival,
     admit_columns,
+    describe_schedule,
     parse_schedule,
     step_streams,
     survivals,
@@ -463,3 +464,16 @@ def test_a_table_survives_the_disk_and_other_files_are_refused(tmp_path):
 def test_a_schedule_on_the_command_line_is_checked(text, message):
     with pytest.raises(ValueError, match=message):
         parse_schedule(text)
+
+
+def test_a_table_is_described_by_its_name_and_contents_wherever_it_lies(tmp_path):
+    """Descriptions are compared between runs, and go into the files that are handed on with a drafter."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        CLIFF.save(tmp_path / folder / "cost.json")
+    first, second = (describe_schedule(str(tmp_path / folder / "cost.json")) for folder in ("a", "b"))
+    assert first == second
+    assert first.startswith("cost.json (sha256 ")
+    (tmp_path / "b" / "cost.json").write_text("{}")
+    assert describe_schedule(str(tmp_path / "b" / "cost.json")) != first
+    assert describe_schedule("threshold:0.3") == "threshold:0.3"
