@@ -84,14 +84,18 @@ def convert(
 
     Raises:
         CheckpointError: the source cannot be loaded, or the destination's packaging cannot express it; all reasons.
-        ValueError: `destination` exists and `force` was not given, `to` is unknown, or `verifier` is given where
-            nothing takes it.
+        ValueError: `destination` cannot be made, or exists and `force` was not given; `to` is unknown; or `verifier` is
+            given where nothing takes it.
     """
     if to not in FAMILY:
         raise ValueError(f"to={to!r}: expected one of {', '.join(FAMILY)}")
     if verifier is not None and to != "speculators":
         raise ValueError(f"verifier={verifier!r}: only a speculators config names its target; leave it out for {to}")
     destination = Path(destination)
+    if not destination.parent.is_dir():
+        raise ValueError(f"{destination}: there is no folder {destination.parent} to make it in")
+    if destination.exists() and not destination.is_dir():
+        raise ValueError(f"{destination} is a file; give a folder")
     if destination.exists() and not force:
         raise ValueError(f"{destination} exists; give another folder, or --force to replace what is in it")
     if destination.exists() and Path(source).exists() and destination.resolve() == Path(source).resolve():
@@ -183,8 +187,6 @@ def _write(
 
 def _replace_files(destination: Path, scratch: Path) -> None:
     """Put the new files into a folder that exists; other files of the user stay, an old checkpoint's do not."""
-    if not destination.is_dir():
-        raise ValueError(f"{destination} is a file; give a folder")
     for stale in (*destination.glob("*.safetensors"), destination / INDEX, destination / CALIBRATION_FILE):
         stale.unlink(missing_ok=True)
     for file in scratch.iterdir():

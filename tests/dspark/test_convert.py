@@ -227,6 +227,10 @@ def test_nothing_is_overwritten_without_force(tmp_path, capsys):
     assert_same_drafter(source, place)
     assert main(["convert", str(source), str(source), "--to", "speculators", "--force"]) == 2
     assert "is the source itself" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "none" / "b"), "--to", "speculators"]) == 2
+    assert f"there is no folder {tmp_path / 'none'} to make it in" in capsys.readouterr().err
+    assert main(["convert", str(source), str(place / "notes.txt"), "--to", "speculators", "--force"]) == 2
+    assert "notes.txt is a file; give a folder" in capsys.readouterr().err
 
 
 def test_the_command_says_what_it_did(tmp_path, capsys):
