@@ -176,6 +176,20 @@ def drafter_location(name: str | None) -> str:
     return name
 
 
+def output_folder(options: argparse.Namespace, name: str = "out") -> Path | None:
+    """The folder that a flag names to write into; None without it.
+
+    Raises:
+        ValueError: it is a file.
+    """
+    if not hasattr(options, name):
+        return None
+    folder = Path(getattr(options, name))
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--{name} {folder} is a file; expected a folder, which is made if it is not there")
+    return folder
+
+
 def locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
     """Files of the target named by folder or GGUF file, or of the default one, and words on it; None for a Hub id."""
     if name is not None and not Path(name).expanduser().exists():
@@ -197,7 +211,7 @@ def _load_target(name: str | None, dtype: torch.dtype, device: torch.device) -> 
         return HFTarget.from_pretrained(str(name), dtype=dtype, device=device), source
     except OSError as error:
         raise ValueError(
-            f"--target {name} is neither a folder or GGUF file here nor a model that the Hub gives out: {error}"
+            f"target {name} is neither a folder or GGUF file here nor a model that the Hub gives out: {error}"
         ) from error
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dspark.backend_flags import check_backend_flags, connect_server, start_engine
-from dspark.commands import Pair, drafter_location, find_drafter, given_options, load_pair, locate_target
+from dspark.commands import (
+    Pair,
+    drafter_location,
+    find_drafter,
+    given_options,
+    load_pair,
+    locate_target,
+    output_folder,
+)
 from dspark.confidence import CALIBRATION_FILE, write_calibration
 from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings, format_table
@@ -37,7 +45,7 @@ def evaluate(options: argparse.Namespace) -> int:
     """`dspark eval`."""
     variants = list_variants(options)
     settings = [_settings(variant.options) for variant in variants]  # a wrong value must not cost loading two models
-    out = Path(options.out) if hasattr(options, "out") else None
+    out = output_folder(options)
     if out is not None:
         _check_folder(out, several=len(variants) > 1)
     runs: list[Run] = []
@@ -159,8 +167,8 @@ def report(options: argparse.Namespace) -> int:
     """`dspark report`."""
     runs, varied = load_runs([Path(folder).expanduser() for folder in options.runs])
     comparison = compare_runs(runs, [*varied, *getattr(options, "allow_differences", [])])
-    if hasattr(options, "out"):
-        out = Path(options.out)
+    out = output_folder(options)
+    if out is not None:
         if any((out / name).exists() for name in ("settings.json", "records.jsonl")) and len(comparison.runs) > 1:
             raise ValueError(f"--out {out} is the folder of a single run, whose report would be lost; name another one")
         _say_where(out, write_report(out, comparison))

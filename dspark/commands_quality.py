@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.checkpoint import load_drafter
-from dspark.commands import EMBEDDED, drafter_location, load_pair
+from dspark.commands import EMBEDDED, drafter_location, load_pair, output_folder
 from dspark.default import cache_folder
 from dspark.drafter import Drafter
 from dspark.evals.quality import QualityOptions, QualityRow, score_drafters, write_results
@@ -40,9 +40,10 @@ def quality(options: argparse.Namespace) -> int:
         num_draft_tokens=tuple(getattr(options, "num_draft_tokens", ())),
         ablate=tuple(getattr(options, "ablate", ())),
         completions=options.completions,
-        states=Path(options.states) if hasattr(options, "states") else cache_folder() / STATES_FOLDER,
+        states=output_folder(options, "states") or cache_folder() / STATES_FOLDER,
         keyed=not hasattr(options, "states"),
     )
+    out = output_folder(options)
     target, target_name, drafters = _load(options)
     longest = max(scoring.num_draft_tokens, default=max(d.config.max_draft_tokens for d in drafters.values()))
     check_positions(requirements, longest)
@@ -54,8 +55,8 @@ def quality(options: argparse.Namespace) -> int:
             log.info("%s has no Markov head: there is nothing to switch off, and no row without it", name)
     rows = score_drafters(target, drafters, settings, scoring)
     outcomes = check_requirements(requirements, rows)
-    if hasattr(options, "out"):
-        write_results(Path(options.out), rows, [outcome.to_dict() for outcome in outcomes])
+    if out is not None:
+        write_results(out, rows, [outcome.to_dict() for outcome in outcomes])
     if options.json:
         results = [row.to_dict() | {"seconds": row.seconds} for row in rows]
         report = {"command": "quality", "rows": results, "requirements": [outcome.to_dict() for outcome in outcomes]}

@@ -221,19 +221,19 @@ def _load(location: TargetLocation, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model on the CPU in eval mode, and its tokenizer.
 
     Raises:
-        ValueError: the files cannot be read.
+        ValueError: the files cannot be read, or do not hold the whole model.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from dspark.target import load_model
 
     gguf: dict[str, Any] = {"gguf_file": location.gguf_file} if location.gguf_file else {}
     read_dtype = torch.bfloat16 if gguf else dtype
     try:
         with _no_transformers_bars():
             tokenizer = AutoTokenizer.from_pretrained(location.folder, **gguf)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                location.folder, dtype=read_dtype, **gguf, **(_dequantise() if gguf else {})
-            )
+            model = load_model(location.folder, dtype=read_dtype, **gguf, **(_dequantise() if gguf else {}))
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"the model in {location.folder} cannot be read ({error}). "

@@ -32,6 +32,22 @@ LOCATION_OPTIONS = frozenset(
 )
 
 
+def load_model(path: Any, **options: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, which draws weights that the files lack at random, but refusing those.
+
+    Raises:
+        ValueError: weights are not in the files.
+    """
+    read: Any = AutoModelForCausalLM.from_pretrained
+    model, info = read(path, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{path} is no complete target: weights of {type(model).__name__} are not in its files, {len(missing)} in "
+            f"all, the first {missing[0]}; they would be drawn at random. Is it a drafter, where the target belongs?"
+        )
+    return model
+
+
 @dataclass(frozen=True)
 class TargetOutput:
     """Result of a forward pass: `logits` [B, T, V] (or [B, V] from prefill) and `taps` [B, T, num_taps * hidden]
@@ -107,8 +123,11 @@ class HFTarget:
     ) -> "HFTarget":
         """Load a model and its tokenizer from a folder or the Hub; `options` go to
         `AutoModelForCausalLM.from_pretrained`, and those that say where the files are to the tokenizer's too.
+
+        Raises:
+            ValueError: the files do not hold the whole model.
         """
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", **options)
+        model = load_model(path, dtype=dtype, attn_implementation="sdpa", **options)
         model.to(device)  # type: ignore[arg-type]
         shared = {name: value for name, value in options.items() if name in LOCATION_OPTIONS}
         return cls(model, AutoTokenizer.from_pretrained(path, **shared))

@@ -2,13 +2,17 @@
 is alone in its batch.
 """
 
+import re
+
 import pytest
 import torch
 from pairs import FAMILIES, counting_pair, drafter_config, tiny_drafter, tiny_target
+from safetensors.torch import load_file, save_file
 from tiny_target import write_tiny_target
 
 from dspark import HFTarget, SamplingParams, generate
 from dspark.config import LayerConfig
+from dspark.default import load_target, local_target
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
@@ -242,3 +246,23 @@ def test_options_that_say_where_a_target_is_hold_for_its_tokenizer_too(tmp_path)
     write_tiny_target(tmp_path / "inner")
     target = HFTarget.from_pretrained(str(tmp_path), subfolder="inner")
     assert target.decode(target.encode("AB")) == "AB"
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(lambda path: HFTarget.from_pretrained(str(path)), id="library"),
+        pytest.param(
+            lambda path: load_target(local_target(path), dtype=torch.float32, device="cpu"), id="command-line"
+        ),
+    ],
+)
+def test_a_target_that_lacks_a_weight_is_refused(load, tmp_path):
+    """transformers would draw it at random, and any text, acceptance or cost measured with it would be of no model."""
+    write_tiny_target(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if "down_proj" in name)
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"is no complete target.*{re.escape(name)}"):
+        load(tmp_path)

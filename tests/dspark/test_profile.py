@@ -94,11 +94,15 @@ def test_what_cannot_be_timed_is_told_before_it_is_timed(pair):
         (["profile", "nowhere", "--out", "cost.json"], "drafter nowhere: no such folder"),
         (["doctor", "nowhere"], "drafter nowhere: no such folder"),
         (["inspect", "nowhere"], "drafter nowhere: no such folder"),
+        (["eval", "--out", "file"], "--out file is a file; expected a folder"),
+        (["quality", "--out", "file"], "--out file is a file; expected a folder"),
+        (["quality", "--states", "file"], "--states file is a file; expected a folder"),
         (["convert", "nowhere", "there", "--to", "deepspec"], "drafter nowhere: no such folder"),
     ],
 )
 def test_a_wrong_path_is_one_line_and_status_2(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     assert main(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -122,9 +126,9 @@ def test_the_command_writes_a_table_that_generate_and_eval_take(tmp_path, capsys
     assert CostTable.load(out).num_requests == (1, 2)
 
     pair = ["--target", target, "--drafter", drafter, "--json", "--max-new-tokens", "12"]
-    for schedule in (str(out), "threshold:0.1"):
+    for schedule, named in ((str(out), "cost.json (sha256 "), ("threshold:0.1", "threshold:0.1")):
         assert main(["generate", "--prompt", "ab", "--no-chat", "--schedule", schedule, *pair]) == 0
-        assert json.loads(capsys.readouterr().out)["schedule"].startswith(schedule)
+        assert json.loads(capsys.readouterr().out)["schedule"].startswith(named)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "ab"}\n{"prompt": "xyz"}\n')
     run = ["eval", "--dataset", str(prompts), "--temperature", "0", "--out", str(tmp_path / "run"), *pair]
