@@ -235,6 +235,12 @@ def _problems(config: VllmConfig, drafter: DrafterConfig, options: Options, loop
             "check_ranks with enable_batch_sharded_sampling: each rank samples other requests, and there is nothing to"
             " compare; leave one of them out"
         )
+    ranks = config.parallel_config.data_parallel_size
+    if ranks != 1:
+        problems.append(
+            f"data_parallel_size={ranks}: the dummy steps of an idle rank would overwrite what waiting requests' drafts"
+            " were drawn from, and those would be judged by another law; use 1"
+        )
     revision = speculative.draft_model_config.revision
     if revision is not None:
         problems.append(

@@ -38,7 +38,9 @@ def replaced(**changes):
     return DrafterConfig(**(vars(DRAFTER) | changes))
 
 
-def configuration(topk=None, additional=None, watermark=None, model=None, sharded=False, revision=None, **speculative):
+def configuration(
+    topk=None, additional=None, watermark=None, model=None, sharded=False, revision=None, data_parallel=1, **speculative
+):
     """The fields of a vLLM configuration that a plan looks at."""
     hf_config = SimpleNamespace(architectures=[ARCHITECTURE], dspark_draft_topk=topk)
     fields = {
@@ -56,7 +58,7 @@ def configuration(topk=None, additional=None, watermark=None, model=None, sharde
         speculative_config=SimpleNamespace(**(fields | speculative)),
         additional_config={} if additional is None else {"dspark": additional},
         watermark_config=watermark,
-        parallel_config=SimpleNamespace(enable_batch_sharded_sampling=sharded),
+        parallel_config=SimpleNamespace(enable_batch_sharded_sampling=sharded, data_parallel_size=data_parallel),
         model_config=SimpleNamespace(**(models | (model or {}))),
     )
 
@@ -115,6 +117,7 @@ def test_adaptive_verification_needs_a_confidence_head_of_ours():
         ({"additional": {"chain": "reference"}}, "set enforce_eager"),
         ({"additional": {"chain": "vllm", "w2": "fp8"}}, "w2='fp8' needs our kernels"),
         ({"additional": {"check_ranks": True}, "sharded": True}, "each rank samples other requests"),
+        ({"data_parallel": 2}, "data_parallel_size=2: the dummy steps of an idle rank"),
         ({"revision": "v2"}, "revision='v2': configuration and calibration of the drafter are read from the default"),
     ],
 )
