@@ -177,13 +177,14 @@ class Comparison:
         return ", ".join(groups) or "nothing: the runs have the same settings"
 
 
-def compare_runs(runs: Sequence[Run], allowed: Iterable[str] = ()) -> Comparison:
+def compare_runs(runs: Sequence[Run], allowed: Iterable[str] = (), remedy: str | None = None) -> Comparison:
     """Merge runs of equal settings, and refuse to put others side by side unless what differs was named.
 
     Args:
         runs: as `load_runs` gives them.
         allowed: names of settings that may differ, as the error lists them; a name covers what is below it, such as
             "drafter" all that is said of the drafter.
+        remedy: what to do about others, the end of the error; None is the flags of `dspark report` that allow them.
 
     Raises:
         ValueError: settings differ that were not named, with their values; or a name is no setting.
@@ -207,7 +208,7 @@ def compare_runs(runs: Sequence[Run], allowed: Iterable[str] = ()) -> Comparison
         flags = " ".join(f"--allow-differences {name}" for name in dict.fromkeys(_group(n, ()) for n in unnamed))
         raise ValueError(
             f"the runs differ in settings that were not named as compared, so a difference of their figures could come "
-            f"from any of them: {listed}. If that is meant, add {flags}"
+            f"from any of them: {listed}. {remedy or f'If that is meant, add {flags}'}"
         )
     return Comparison(tuple(merged), fields, allowed)
 

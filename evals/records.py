@@ -97,9 +97,10 @@ class RecordStore:
             listed = "; ".join(
                 f"{name}: stored {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in differences.items()
             )
+            code = ", with that commit checked out" if "commit" in differences else ""
             raise ValueError(
                 f"{path.parent} holds a run with other settings, and mixing the two would give figures of neither: "
-                f"{listed}. Continue with the stored values, or choose another folder"
+                f"{listed}. Continue with the stored values{code}, or choose another folder"
             )
 
     def _load(self, path: Path) -> None:

@@ -56,7 +56,7 @@ def fit_calibration(
         ValueError: runs of different settings or of another drafter, fewer drafts than it has positions, no requests
             at one of the temperatures, no confidences, or too few events.
     """
-    runs = compare_runs(runs, HARMLESS).runs
+    runs = compare_runs(runs, HARMLESS, "Fit to runs of the same settings").runs
     description = runs[0].description
     _check_drafter(description, drafter_path)
     cells = {(run.name, *cell): records for run in runs for cell, records in run.cells.items()}

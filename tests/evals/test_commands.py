@@ -233,6 +233,16 @@ class TestCalibrate:
         assert run("calibrate", sampled[0], *flags) == 2
         assert "no requests at a temperature 1" in capsys.readouterr().err
 
+    def test_runs_of_several_lengths_are_refused_without_a_flag_that_is_not_there(self, sampled, tmp_path, capsys):
+        copy = shutil.copytree(sampled[0], tmp_path / "run")
+        settings = json.loads((copy / "settings.json").read_text())
+        settings["settings"]["num_draft_tokens"] = 3
+        (copy / "settings.json").write_text(json.dumps(settings))
+        assert run("calibrate", sampled[0], str(copy), "--drafter", sampled[1], "--out", str(tmp_path / "c.json")) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "num_draft_tokens: 4" in line
+        assert line.endswith("Fit to runs of the same settings")
+
     def test_too_few_requests(self, models, prompts, tmp_path, capsys):
         flags = ["--target", models[0], "--drafter", models[1], "--dataset", prompts, "--limit", "2"]
         out = str(tmp_path / "run")

@@ -14,6 +14,7 @@ from dspark.evals import EvalSettings, evaluate, format_table
 from dspark.evals import backends as backends_module
 from dspark.evals import settings as settings_module
 from dspark.evals.datasets import load_dataset
+from dspark.evals.records import RecordStore
 from dspark.evals.settings import request_seed, weights_sha256
 from dspark.records import Generation
 from dspark.target import HFTarget
@@ -297,3 +298,11 @@ class CountingTokenizer:
 
     def __call__(self, text):
         return SimpleNamespace(input_ids=[len(text)]).__dict__
+
+
+def test_a_run_of_other_code_is_told_how_it_continues(tmp_path):
+    RecordStore(tmp_path, {"commit": "a", "seed": 0})
+    with pytest.raises(ValueError, match=r'commit: stored "a", now "b".*, with that commit checked out, or choose'):
+        RecordStore(tmp_path, {"commit": "b", "seed": 0})
+    with pytest.raises(ValueError, match=r"seed: stored 0, now 1\. Continue with the stored values, or choose"):
+        RecordStore(tmp_path, {"commit": "a", "seed": 1})
