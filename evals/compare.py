@@ -75,7 +75,7 @@ def load_run(folder: Path, name: str) -> Run:
         description = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / SETTINGS_FILE} is damaged: no JSON ({error}); run dspark eval again") from error
-    if not isinstance(description, dict) or not {"settings", "datasets"} <= description.keys():
+    if not isinstance(description, dict) or not {"settings", "datasets", "target", "drafter"} <= description.keys():
         raise ValueError(
             f"{folder} holds no run of dspark eval: its {SETTINGS_FILE} lacks settings and datasets, as in the folders "
             "of dspark quality --states; name a folder that dspark eval --out wrote"

@@ -91,7 +91,10 @@ class RecordStore:
                 )
             write_json(path, description)
             return
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: no JSON ({error}). Choose another folder") from error
         differences = differing_fields(stored, json.loads(json.dumps(description)))
         if differences:
             listed = "; ".join(
@@ -124,7 +127,7 @@ def read_records(path: Path) -> tuple[dict[tuple[str, float, int], RequestRecord
     for number, line in enumerate(complete.splitlines(), start=1):
         try:
             record = RequestRecord.from_dict(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path}:{number}: not a record of this version ({error}). Delete the line to run its request again"
             ) from None

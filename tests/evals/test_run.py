@@ -306,3 +306,13 @@ def test_a_run_of_other_code_is_told_how_it_continues(tmp_path):
         RecordStore(tmp_path, {"commit": "b", "seed": 0})
     with pytest.raises(ValueError, match=r"seed: stored 0, now 1\. Continue with the stored values, or choose"):
         RecordStore(tmp_path, {"commit": "a", "seed": 1})
+
+
+def test_damaged_files_are_named(tmp_path):
+    (tmp_path / "settings.json").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"settings\.json is damaged: no JSON"):
+        RecordStore(tmp_path, {"seed": 0})
+    (tmp_path / "settings.json").write_text('{"seed": 0}')
+    (tmp_path / "records.jsonl").write_text('{"steps": [1]}\n')
+    with pytest.raises(ValueError, match=r"records\.jsonl:1: not a record of this version"):
+        RecordStore(tmp_path, {"seed": 0})
