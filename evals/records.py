@@ -100,7 +100,7 @@ class RecordStore:
             listed = "; ".join(
                 f"{name}: stored {json.dumps(old)}, now {json.dumps(new)}" for name, (old, new) in differences.items()
             )
-            code = ", with that commit checked out" if "commit" in differences else ""
+            code = f", with commit {stored.get('commit')} checked out" if "code" in differences else ""
             raise ValueError(
                 f"{path.parent} holds a run with other settings, and mixing the two would give figures of neither: "
                 f"{listed}. Continue with the stored values{code}, or choose another folder"
@@ -147,9 +147,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def differing_fields(first: Any, second: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
-    """Both values of every field that differs, by its dotted path; None where one side lacks it."""
+    """Both values of every field that differs, by its dotted path; None where one side lacks it.
+
+    A commit does not count where the digest of the code is known too, which says more exactly what ran.
+    """
     if isinstance(first, dict) and isinstance(second, dict):
-        keys = sorted(first.keys() | second.keys())
-        parts = (differing_fields(first.get(k), second.get(k), f"{path}.{k}" if path else k) for k in keys)
+        keys = first.keys() | second.keys()
+        keys -= {"commit"} if "code" in keys else set()
+        parts = (differing_fields(first.get(k), second.get(k), f"{path}.{k}" if path else k) for k in sorted(keys))
         return {name: values for part in parts for name, values in part.items()}
     return {} if first == second else {path: (first, second)}

@@ -10,6 +10,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -130,6 +131,7 @@ def describe_run(
         **{key: models[key] for key in ("backend", "verification", "target", "drafter")},
         "versions": library_versions(),
         "commit": source_commit(),
+        "code": source_digest(),
     }
 
 
@@ -195,6 +197,18 @@ def library_versions() -> dict[str, str]:
     """Versions of what the numbers come out of."""
     versions = {name: version(name) for name in DISTRIBUTIONS}
     return {"dspark": dspark.__version__, "python": platform.python_version(), **versions}
+
+
+def source_digest() -> str:
+    """SHA-256 of the package's Python files: what ran, committed or not, whatever else a commit changed."""
+    files: dict[str, Path] = {}
+    for part in ("", "sampling", "kernels", "evals"):
+        folder = Path(import_module(f"dspark.{part}".rstrip(".")).__path__[0])  # a checkout keeps them side by side
+        files |= {(Path(part) / path.relative_to(folder)).as_posix(): path for path in folder.rglob("*.py")}
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(name.encode() + b"\0" + files[name].read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def source_commit() -> str | None:

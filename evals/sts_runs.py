@@ -22,7 +22,7 @@ from dspark.families.container import open_container
 from dspark.records import StepRecord
 
 # Settings in which runs that are fitted together may differ: none changes what a confidence at a position means.
-HARMLESS = ("batch_size", "commit", "datasets", "ignore_eos", "limit", "max_new_tokens", "seed", "versions")
+HARMLESS = ("batch_size", "code", "commit", "datasets", "ignore_eos", "limit", "max_new_tokens", "seed", "versions")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _describe_fit(
         for key, value in description["settings"].items()
         if key not in ("temperatures", "target_name", "drafter_name", "batch_size", "limit")
     }
-    kept = ("prompt_format", "verification", "target", "versions", "commit")
+    kept = ("prompt_format", "verification", "target", "versions", "commit", "code")
     return {
         "requests": "prompts with an even index",
         "num_requests": len(fitted),

@@ -22,8 +22,9 @@ from dspark.target import HFTarget
 
 @pytest.fixture(autouse=True)
 def fixed_commit(monkeypatch):
-    """A commit made in this checkout while a test runs would be a real change of settings."""
+    """A change of this checkout while a test runs would be a real change of settings."""
     monkeypatch.setattr(settings_module, "source_commit", lambda: "0" * 40)
+    monkeypatch.setattr(settings_module, "source_digest", lambda: "0" * 64)
 
 
 @pytest.fixture
@@ -220,7 +221,7 @@ def test_every_row_carries_the_settings_that_its_figures_hold_for(target, drafte
         assert settings["drafter"]["weights_sha256"] == weights_sha256(drafter)
         assert settings["target"]["dtype"] == "float64"
         fields = {"top_k", "top_p", "min_p", "drafting", "draft_truncation", "verification", "seed", "versions"}
-        assert fields | {"commit"} <= settings.keys()
+        assert fields | {"commit", "code"} <= settings.keys()
     assert str(tmp_path) not in (tmp_path / "out" / "results.json").read_text()
 
 
@@ -301,11 +302,12 @@ class CountingTokenizer:
 
 
 def test_a_run_of_other_code_is_told_how_it_continues(tmp_path):
-    RecordStore(tmp_path, {"commit": "a", "seed": 0})
-    with pytest.raises(ValueError, match=r'commit: stored "a", now "b".*, with that commit checked out, or choose'):
-        RecordStore(tmp_path, {"commit": "b", "seed": 0})
+    RecordStore(tmp_path, {"commit": "a", "code": "1", "seed": 0})
+    with pytest.raises(ValueError, match=r'code: stored "1", now "2"\..*, with commit a checked out, or choose'):
+        RecordStore(tmp_path, {"commit": "b", "code": "2", "seed": 0})
     with pytest.raises(ValueError, match=r"seed: stored 0, now 1\. Continue with the stored values, or choose"):
-        RecordStore(tmp_path, {"commit": "a", "seed": 1})
+        RecordStore(tmp_path, {"commit": "a", "code": "1", "seed": 1})
+    RecordStore(tmp_path, {"commit": "b", "code": "1", "seed": 0})  # only the commit moved on
 
 
 def test_damaged_files_are_named(tmp_path):

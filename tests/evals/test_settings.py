@@ -3,11 +3,13 @@
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 import dspark
-from dspark.evals.settings import EvalSettings, library_versions, source_commit
+from dspark.evals import settings as settings_module
+from dspark.evals.settings import EvalSettings, library_versions, source_commit, source_digest
 
 
 def git(folder, *arguments):
@@ -35,6 +37,24 @@ def test_commit_of_a_clean_and_of_a_changed_checkout(checkout):
     assert re.fullmatch("[0-9a-f]{40}", clean)
     (checkout / "dspark" / "__init__.py").write_text("changed = True")
     assert source_commit() == f"{clean}-dirty"
+
+
+def test_the_digest_is_of_all_code_and_of_nothing_else(tmp_path, monkeypatch):
+    """The same in a checkout, where the four packages stand side by side, and installed, where three are in dspark."""
+    for name in ("dspark/loop.py", "dspark/vllm/v1.py", "sampling/params.py", "kernels/kda.py", "evals/run.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    where = {"dspark": tmp_path / "dspark"} | {f"dspark.{n}": tmp_path / n for n in ("sampling", "kernels", "evals")}
+    monkeypatch.setattr(settings_module, "import_module", lambda name: SimpleNamespace(__path__=[str(where[name])]))
+    digest = source_digest()
+    (tmp_path / "dspark" / "README.md").write_text("text")
+    assert source_digest() == digest
+    for name in ("sampling", "kernels", "evals"):
+        shutil.move(tmp_path / name, tmp_path / "dspark" / name)
+        where[f"dspark.{name}"] = tmp_path / "dspark" / name
+    assert source_digest() == digest
+    (tmp_path / "dspark" / "vllm" / "v1.py").write_text("changed")
+    assert source_digest() != digest
 
 
 def test_a_package_installed_inside_another_checkout_has_no_commit(checkout, monkeypatch):
