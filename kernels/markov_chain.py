@@ -1,9 +1,7 @@
-"""Launching the dense chain: how it is cut into programs, its workspace, and the one public function.
+"""Launching the dense chain: its workspace, and the one public function. How it is cut is `markov_plan`'s.
 
 See `dspark.kernels.markov.chain_ref` for what is computed and `dspark.kernels.markov_dense` for how.
 """
-
-from dataclasses import dataclass
 
 import torch
 
@@ -14,97 +12,7 @@ from dspark.kernels.markov_device import MAX_ID
 from dspark.kernels.markov_features import hidden_products
 from dspark.kernels.markov_held import _held_chain_kernel
 from dspark.kernels.markov_persistent import _chain_kernel
-
-HELD_BATCH = 16  # requests up to which W2 may stay on chip; more of them need the registers for the race
-# At 64 Triton takes warpgroup products and one program fits a multiprocessor; from the times of two shapes a tile took
-# about twice what its instructions need. Why was not profiled.
-MAX_BLOCK_B = 32
-TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
-FEATURE_ELEMENTS = 16384  # of a block of requests: 32 KB
-SHARED_RESERVE = 28 * 1024  # of a multiprocessor's shared memory, for layout changes and reductions
-HELD_ELEMENTS = 32768  # elements of W2 a program keeps in registers through the steps
-INTERPRETED_PROGRAMS = 3  # the interpreter runs programs one by one; a few of them still join their words
-
-
-@dataclass(frozen=True)
-class DensePlan:
-    """How a chain is cut into programs."""
-
-    persistent: bool
-    block_b: int
-    num_blocks: int
-    block_g: int
-    stride: int  # see `weight_tile`
-    num_tiles: int
-    num_parts: int
-    held: bool  # whether a program keeps its rows of W2 on chip through all steps
-    stages: int
-    num_warps: int
-    residents: int  # programs of one multiprocessor
-
-    @classmethod
-    def choose(
-        cls, weights: MarkovWeights, base: torch.Tensor, persistent: bool | None, num_programs: int | None
-    ) -> "DensePlan":
-        """For a head and base logits [B, K, D]."""
-        batch, _, columns = base.shape
-        simple = weights.kind in ("none", "vanilla")
-        if persistent is None:
-            persistent = simple and base.device.type == "cuda"
-        if persistent and not simple:
-            raise ValueError(f"a {weights.kind} head has no persistent form: its features cost a matrix product")
-        block_r = triton.next_power_of_2(max(weights.rank, 16))
-        wide = 2 if weights.w1 is not None and weights.w1.element_size() > 2 else 1
-        block_b = min(triton.next_power_of_2(batch), MAX_BLOCK_B, max(FEATURE_ELEMENTS // wide // block_r, 16))
-        residents = 2 if block_b > 16 else 1
-        limit = num_programs or residents * device_programs(base.device)
-        own = triton.next_power_of_2(max(triton.cdiv(columns, limit), 64))
-        held = persistent and weights.rank > 0 and batch <= HELD_BATCH and own * block_r * wide <= HELD_ELEMENTS
-        tile = own if held else max(min(TILE_ELEMENTS // wide // block_r, 128), 16)
-        num_blocks = triton.cdiv(batch, block_b)
-        num_tiles = triton.cdiv(columns, tile)
-        parts = max(min(num_tiles, limit // num_blocks), 1)
-        parts = triton.cdiv(num_tiles, triton.cdiv(num_tiles, parts))  # no more than it takes in that many rounds
-        if held and batch == 1:
-            parts = min(limit, columns)  # its rows need not be a power of two
-        return cls(
-            persistent=persistent,
-            block_b=block_b,
-            num_blocks=num_blocks,
-            block_g=tile // 4,
-            stride=min(64, tile // 2),  # the eight warps have 8 columns each of every 64, or of every 32
-            num_tiles=num_tiles,
-            num_parts=parts,
-            held=held,
-            stages=_stages(weights, block_b, block_r, tile * block_r, shared_bytes(base.device) // residents),
-            num_warps=8,
-            residents=residents,
-        )
-
-
-def _stages(weights: MarkovWeights, block_b: int, block_r: int, tile: int, shared: int) -> int:
-    """Stages of the loop over tiles, at most four: one tile less is in flight, in what `shared` bytes hold beside the
-    features.
-    """
-    if weights.w1 is None or weights.w2 is None:
-        return 3  # of the base logits
-    features = weights.w1.element_size() * max(block_b, 16) * block_r
-    fit = (shared - features) // (tile * weights.w2.element_size())
-    return min(max(fit, 1) + 1, 4)
-
-
-def device_programs(device: torch.device) -> int:
-    """Programs that are certain to be resident at once."""
-    if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory of a multiprocessor that tiles may take; an H100's where there is no GPU."""
-    if device.type != "cuda":
-        return 228 * 1024 - SHARED_RESERVE
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - SHARED_RESERVE
+from dspark.kernels.markov_plan import DensePlan
 
 
 class DenseWorkspace:
