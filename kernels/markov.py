@@ -8,8 +8,8 @@ For request b and draft i = 0..K-1, with prev the anchor and then the token just
     logits_i  = round((base_i + W2 features) logit_scale)       rounded to the dtype of the logits cache
     token_i   = argmax_v  logits_i[v] log2(e) / T - log2(E_v)   greedy requests (T = 0): argmax_v logits_i[v]
 
-with E_v the unit exponential of token id v at the draft's position (`Streams`, purpose DRAFT). That is the
-exponential race argmin E / p of p = softmax(logits / T), without its normaliser. Of equal keys the lowest id wins. The
+with E_v the unit exponential of token id v at the draft's position, as `draft_noise` has it. That is the exponential
+race argmin E / p of p = softmax(logits / T), without its normaliser. Of equal keys the lowest id wins. The
 token is drawn from the *rounded* logits, the very numbers in the cache, because verification computes q from them.
 
 Arithmetic is float32 throughout: a bias is not rounded before it is added, and the recurrent state is not rounded
@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 from dspark.kernels.markov_device import MAX_ID
-from dspark.sampling.streams import Purpose, Streams
+from dspark.kernels.philox import WORD, philox_at
 
 LOG2E = 1.4426950408889634
 FP8 = torch.float8_e4m3fn
@@ -94,23 +94,6 @@ class MarkovWeights:
         """Whether a chain needs the hidden states."""
         return self.joint_weight is not None or self.confidence_weight is not None
 
-    @classmethod
-    def from_drafter(cls, drafter: torch.nn.Module) -> "MarkovWeights":
-        """The tensors of a loaded `dspark.Drafter`, shared and not copied."""
-        head, confidence = drafter.markov_head, drafter.confidence_head
-        joint = getattr(head, "gate_proj", None) or getattr(head, "joint_proj", None)
-        return cls(
-            kind="none" if head is None else drafter.config.markov_kind,
-            w1=None if head is None else head.markov_w1.weight.detach(),
-            w2=None if head is None else head.markov_w2.weight.detach(),
-            joint_weight=None if joint is None else joint.weight.detach(),
-            joint_bias=None if joint is None else joint.bias.detach(),
-            confidence_weight=None if confidence is None else confidence.proj.weight.detach()[0],
-            confidence_bias=None if confidence is None else confidence.proj.bias.detach(),
-            target_ids=drafter.draft_ids(),
-            logit_scale=drafter.config.logit_scale,
-        )
-
     def quantized(self) -> "MarkovWeights":
         """The same head with an 8-bit W2. Only the proposal changes: verification stays exact for whatever q is."""
         assert self.w2 is not None, "a chain without a head has no W2"
@@ -132,7 +115,7 @@ class ChainRequests:
     Attributes:
         anchors: [B] int64, last emitted token, a target id.
         positions: [B] int64, absolute position of draft 0.
-        seeds: [B] int64 as in `Streams`.
+        seeds: [B] int64, the Philox key of the request's random numbers.
         temperature: [B] float32; 0 is greedy.
         cache_rows: [B] int64, the request's row of the logits cache; -1 is a padding row, for which nothing is
             written. None: row b, no padding.
@@ -217,7 +200,7 @@ def chain_ref(
 
     Source: this module's docstring.
     """
-    streams, previous = Streams(requests.seeds), requests.anchors
+    previous = requests.anchors
     live = torch.ones_like(previous, dtype=torch.bool) if requests.cache_rows is None else requests.cache_rows >= 0
     rows = torch.arange(len(previous), device=base.device) if requests.cache_rows is None else requests.cache_rows
     columns = None if out.cache is None else cache_columns(weights, out.cache)
@@ -229,7 +212,7 @@ def chain_ref(
         features, state = features_ref(weights, embedded, row_hidden, state)
         logits = (base[:, i].float() + bias_ref(weights, features)) * weights.logit_scale
         stored = logits.to(base.dtype if out.cache is None else out.cache.dtype)
-        previous, gap = race_ref(stored, requests, streams, i, weights.target_ids)
+        previous, gap = race_ref(stored, requests, i, weights.target_ids)
         gaps.append(gap)
         if out.cache is not None and columns is not None:
             out.cache[rows[live], i] = out.cache[rows[live], i].index_copy(1, columns, stored[live])
@@ -286,8 +269,22 @@ def bias_ref(weights: MarkovWeights, features: torch.Tensor | None) -> torch.Ten
     return bias if weights.w2_scale is None else bias * weights.w2_scale
 
 
+def draft_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Unit exponentials [B, n] float32 of target ids [B, n] for the draft at positions [B], under seeds [B]: those of
+    `dspark.sampling.Streams` for purpose DRAFT, bit for bit.
+
+    E = -log1p(-u), with u in the middle of the cell of a random word: word id % 4 of the Philox output for counter
+    (id // 4, position, 0, 0).
+    """
+    key = torch.stack([seeds & WORD, seeds >> 32 & WORD], -1)
+    zeros = torch.zeros_like(positions)  # purpose DRAFT, and the kind of numbers that belong to token ids
+    words = philox_at(key, torch.stack([positions, zeros, zeros], -1), ids.contiguous())
+    u = (words.float() + 0.5) * 2.0**-32
+    return -torch.log1p(-u.clamp_max(1 - 2.0**-24))  # the top cells would round to u = 1, and E to infinity
+
+
 def race_ref(
-    stored: torch.Tensor, requests: ChainRequests, streams: Streams, step: int, target_ids: torch.Tensor | None
+    stored: torch.Tensor, requests: ChainRequests, step: int, target_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Winners [B] int64 (target ids) of stored logits [B, n] at draft `step`, and their lead over the runner-up [B].
 
@@ -300,8 +297,7 @@ def race_ref(
     noisy = temperature > 0
     keys = logits * torch.where(noisy, LOG2E / temperature.clamp_min(1e-30), 1.0)
     if noisy.any():
-        positions = (requests.positions + step)[:, None]
-        noise = streams.exponential_at(positions, Purpose.DRAFT, ids[:, None])[:, 0]
+        noise = draft_noise(requests.seeds, requests.positions + step, ids)
         keys = torch.where(noisy, keys - torch.log2(noise), keys)
     best = keys.amax(-1, keepdim=True)
     tokens = ids.masked_fill(keys < best, MAX_ID + 1).amin(-1)

@@ -1,6 +1,7 @@
 """Candidates and the chain over them: definitions, outputs and launches; the kernels are in `markov_topk`."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -19,15 +20,28 @@ from dspark.kernels.markov import (
 from dspark.kernels.markov_chain import bytes_of, confidence_kind, dtype_name
 from dspark.kernels.markov_features import hidden_products
 from dspark.kernels.markov_topk import _candidates_chain_kernel, _group_maxima_kernel, _select_kernel
-from dspark.sampling.params import SamplingTensors
-from dspark.sampling.proposal import SparseProposal
-from dspark.sampling.streams import Streams
 
 CANDIDATES = (16, 32, 64, 128, 256)
 GROUPS = (64, 32, 16)  # columns whose maximum is kept; k groups are looked at again
 MAX_COUNTED = 32768  # values of one selection: two counts share 32 bits
 PREFETCHED_BYTES = 16 << 20  # a third of the L2 cache of an H100
 GATHERED = 32768  # elements of W2 that a program gathers at a time; half of that while it computes with as many
+
+
+class Truncation(Protocol):
+    """Limits within the candidates, one per request; `dspark.sampling.SamplingTensors` has them."""
+
+    @property
+    def top_k(self) -> torch.Tensor:
+        """[B] int64, 0 is off."""
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        """[B] floating point, 1 is off."""
+
+    @property
+    def min_p(self) -> torch.Tensor:
+        """[B] floating point, 0 is off."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,8 @@ class SparseOutput:
         tokens: [B, K] int64 target ids.
         ids: [B, K, k] int64 target ids of the candidates, in order of their draft columns.
         logits: [B, K, k] float32 or bfloat16 before temperature; -inf where truncation removed a candidate.
-        lse: [B, K] float32, logsumexp of logits / T over the candidates; greedy rows: the largest logit.
+        lse: [B, K] float32, logsumexp of logits / T over the candidates, so that q = exp(logits / T - lse) on `ids`;
+            greedy rows: the largest logit, and q is one-hot.
         confidence: [B, K] float32 logits, or None.
     """
 
@@ -63,13 +78,6 @@ class SparseOutput:
             lse=empty(batch, steps, dtype=torch.float32),
             confidence=None if weights.confidence_weight is None else empty(batch, steps, dtype=torch.float32),
         )
-
-    def proposal(self, temperature: torch.Tensor) -> SparseProposal:
-        """What verification takes, for temperatures [B]: q = exp(logits / T - lse), one-hot for greedy rows."""
-        greedy = (temperature == 0)[:, None, None]
-        probs = torch.exp(self.logits.float() / temperature.clamp_min(1e-30)[:, None, None] - self.lse[..., None])
-        one_hot = (self.ids == self.tokens[..., None]).float()
-        return SparseProposal(self.tokens, self.ids, torch.where(greedy, one_hot, probs))
 
 
 def candidates_ref(base: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +105,7 @@ def candidates_chain_ref(
     hidden: torch.Tensor | None,
     requests: ChainRequests,
     out: SparseOutput,
-    truncation: SamplingTensors | None = None,
+    truncation: Truncation | None = None,
 ) -> torch.Tensor:
     """The definition, in PyTorch: `chain_ref` with the candidates' columns only. Same contract as
     `candidates_chain`; returns the leads [B, K] of the drawn tokens.
@@ -106,7 +114,7 @@ def candidates_chain_ref(
     live = torch.ones_like(requests.anchors, dtype=torch.bool)
     if requests.cache_rows is not None:
         live = requests.cache_rows >= 0
-    streams, previous, state, gaps = Streams(requests.seeds), requests.anchors, initial_state(weights, requests), []
+    previous, state, gaps = requests.anchors, initial_state(weights, requests), []
     for i in range(base.shape[1]):
         row_hidden = None if hidden is None else hidden[:, i].float()
         embedded = None if weights.w1 is None else weights.w1[previous].float()
@@ -117,7 +125,7 @@ def candidates_chain_ref(
         ids = columns[:, i] if weights.target_ids is None else weights.target_ids[columns[:, i]]
         if truncation is not None:
             stored = stored.masked_fill(~_kept_rows(stored, ids, requests.temperature, truncation), float("-inf"))
-        previous, gap = race_ref(stored, requests, streams, i, ids)
+        previous, gap = race_ref(stored, requests, i, ids)
         gaps.append(gap)
         out.tokens[live, i], out.ids[live, i], out.logits[live, i] = previous[live], ids[live], stored[live]
         out.lse[live, i] = lse_ref(stored, requests.temperature)[live]
@@ -127,7 +135,7 @@ def candidates_chain_ref(
 
 
 def _kept_rows(
-    stored: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, truncation: SamplingTensors
+    stored: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor, truncation: Truncation
 ) -> torch.Tensor:
     """Mask [B, k]; greedy rows keep all."""
     rows = []
@@ -205,7 +213,7 @@ def candidates_chain(
     requests: ChainRequests,
     out: SparseOutput,
     workspace: CandidatesWorkspace,
-    truncation: SamplingTensors | None = None,
+    truncation: Truncation | None = None,
 ) -> None:
     """Draft K tokens for each request from the k largest base logits of each position; fills `out`.
 

@@ -33,7 +33,6 @@ from dspark.kernels.markov_candidates import (
     candidates_ref,
 )
 from dspark.kernels.markov_chain import DenseWorkspace, dense_chain
-from dspark.sampling.streams import Streams
 
 STEPS = 8
 SHAPES = ((49152, 64), (151936, 256), (163840, 256))
@@ -151,7 +150,7 @@ def check_dense(case: Case, weights: MarkovWeights, out: ChainOutput, name: str)
     for i in range(STEPS):
         stored = out.cache[case.requests.cache_rows[rows], i]
         check(close_to_stored(stored, recomputed(case, weights, out.tokens, rows, i)), f"{name}: logits of draft {i}")
-        tokens, lead = race_ref(stored, requests, Streams(requests.seeds), i, None)
+        tokens, lead = race_ref(stored, requests, i, None)
         wrong = (tokens != out.tokens[rows, i]) & ((lead > TIE) | (requests.temperature == 0))
         check(not bool(wrong.any()), f"{name}: token of draft {i}, rows {rows[wrong].tolist()}")
         error = lse_error(stored, requests.temperature, out.lse[rows, i])
@@ -167,7 +166,7 @@ def check_sparse(case: Case, out: SparseOutput, workspace: CandidatesWorkspace, 
     for i in range(STEPS):
         exact = recomputed(case, case.weights, out.tokens, rows, i).gather(-1, columns[:, i])
         check(float((out.logits[rows, i] - exact).abs().max()) < 2e-4, f"{name}: logits of draft {i}")
-        tokens, lead = race_ref(out.logits[rows, i], requests, Streams(requests.seeds), i, columns[:, i])
+        tokens, lead = race_ref(out.logits[rows, i], requests, i, columns[:, i])
         wrong = (tokens != out.tokens[rows, i]) & ((lead > TIE) | (requests.temperature == 0))
         check(not bool(wrong.any()), f"{name}: token of draft {i}, rows {rows[wrong].tolist()}")
         error = lse_error(out.logits[rows, i], requests.temperature, out.lse[rows, i])

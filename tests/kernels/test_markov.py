@@ -8,8 +8,9 @@ import torch
 from markov_cases import BF16, TIE, Case, Inputs, forced_logits, make, poisoned_output, unit_of
 
 from dspark.kernels import markov_device, tl, triton
-from dspark.kernels.markov import ChainOutput, ChainRequests, MarkovWeights, chain_ref, quantize_w2
-from dspark.kernels.markov_chain import DensePlan, DenseWorkspace, dense_chain
+from dspark.kernels.markov import ChainOutput, ChainRequests, MarkovWeights, chain_ref, draft_noise, quantize_w2
+from dspark.kernels.markov_chain import DenseWorkspace, dense_chain
+from dspark.kernels.markov_plan import DensePlan
 from dspark.sampling import Purpose, SamplingParams, SamplingTensors, Streams, sample, to_distribution
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -194,6 +195,16 @@ def test_cache_in_target_columns_leaves_the_others_alone(device):
     others[inputs.weights.target_ids] = False
     assert rows[..., inputs.weights.target_ids].isfinite().all()
     assert rows[..., others].isneginf().all()
+
+
+def test_draft_noise_is_that_of_the_streams(device):
+    """Bit for bit: a verifier that works with the sampling package may race the same candidates again."""
+    g = torch.Generator().manual_seed(0)
+    seeds = torch.tensor([0, -1, 2**63 - 1, -(2**63), 12345], device=device)
+    positions = torch.tensor([0, 1, 2**20, 2**32 - 1, 77], device=device)
+    ids = torch.randint(0, 2**24 - 1, (5, 3000), generator=g).to(device)
+    streams = Streams(seeds).exponential_at(positions[:, None], Purpose.DRAFT, ids[:, None])[:, 0]
+    assert torch.equal(draft_noise(seeds, positions, ids), streams)
 
 
 @triton.jit
