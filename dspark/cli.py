@@ -16,6 +16,7 @@ from dspark.cli_flags import (
     add_distribution_flags,
     add_json_flag,
     add_layout_flag,
+    add_models_argument,
     add_pair_flags,
     add_precision_flags,
     add_sampling_flags,
@@ -197,14 +198,7 @@ def _add_quality(commands: Any, shared: dict[str, Any]) -> None:
         "requirement is not met.",
         **shared,
     )
-    quality.add_argument(
-        "models",
-        nargs="*",
-        default=[],
-        metavar="MODEL",
-        help="[TARGET] DRAFTER...: folders or Hub ids, or the word embedded; one model is a drafter for the embedded "
-        "target; default: the embedded pair",
-    )
+    add_models_argument(quality, "[TARGET] DRAFTER...")
     several: dict[str, Any] = {"action": "extend", "nargs": "+"}
     quality.add_argument(
         "--dataset", **several, metavar="NAME|FILE", help="prompt sets as in eval; default: the set `default`"

@@ -22,6 +22,18 @@ def add_pair_flags(parser: argparse.ArgumentParser, repeatable: bool = False) ->
     add_precision_flags(group)
 
 
+def add_models_argument(parser: argparse.ArgumentParser, synopsis: str) -> None:
+    """Models by position; `synopsis` says which."""
+    parser.add_argument(
+        "models",
+        nargs="*",
+        default=[],
+        metavar="MODEL",
+        help=f"{synopsis}: folders or Hub ids, or the word embedded; one model is a drafter for the embedded target; "
+        "default: the embedded pair",
+    )
+
+
 def add_precision_flags(group: Any) -> None:
     """dtype and device."""
     group.add_argument(

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from dspark.cli_flags import add_json_flag, add_layout_flag, add_precision_flags
+from dspark.cli_flags import add_json_flag, add_layout_flag, add_models_argument, add_precision_flags
 
 
 def add_profile(commands: Any, shared: dict[str, Any]) -> None:
@@ -64,13 +64,6 @@ def add_doctor(commands: Any, shared: dict[str, Any]) -> None:
 
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     """Both models as positional arguments, as in `dspark quality`."""
-    parser.add_argument(
-        "models",
-        nargs="*",
-        default=[],
-        metavar="MODEL",
-        help="[TARGET] DRAFTER: folders or Hub ids, or the word embedded; one model is a drafter for the embedded "
-        "target; default: the embedded pair",
-    )
+    add_models_argument(parser, "[TARGET] DRAFTER")
     add_layout_flag(parser)
     add_precision_flags(parser)

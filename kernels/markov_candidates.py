@@ -1,6 +1,7 @@
 """Candidates and the chain over them: definitions, outputs and launches; the kernels are in `markov_topk`."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from dspark.kernels.markov import (
     lse_ref,
     race_ref,
 )
-from dspark.kernels.markov_chain import bytes_of, confidence_kind, dtype_name
+from dspark.kernels.markov_chain import bytes_of, confidence_kind, dtype_name, pointer
 from dspark.kernels.markov_features import hidden_products
 from dspark.kernels.markov_topk import _candidates_chain_kernel, _group_maxima_kernel, _select_kernel
 
@@ -244,9 +245,7 @@ def candidates_chain(
         first = 0 if weights.kind == "gated" else 2 * weights.rank
         hidden_products(hidden, joint[:, first : first + weights.hidden_size], weights.joint_bias, workspace.products)
 
-    def given(tensor: torch.Tensor | None) -> torch.Tensor:
-        return workspace.state if tensor is None else tensor
-
+    given = partial(pointer, placeholder=workspace.state)
     limits = (None, None, None) if truncation is None else (truncation.top_k, truncation.top_p, truncation.min_p)
     block_r = triton.next_power_of_2(max(weights.rank, 16))
     _candidates_chain_kernel[(len(requests),)](

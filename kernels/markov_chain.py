@@ -3,6 +3,8 @@
 See `dspark.kernels.markov.chain_ref` for what is computed and `dspark.kernels.markov_dense` for how.
 """
 
+from functools import partial
+
 import torch
 
 from dspark.kernels import triton
@@ -152,6 +154,11 @@ def confidence_kind(weights: MarkovWeights, hidden: torch.Tensor | None) -> str:
     return "hidden" if len(weights.confidence_weight) == hidden.shape[-1] else "hidden+markov"
 
 
+def pointer(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:
+    """What a launch gets for an argument that may be absent; a kernel doesn't read the placeholder."""
+    return placeholder if tensor is None else tensor
+
+
 def bytes_of(w2: torch.Tensor) -> torch.Tensor:
     """An 8-bit matrix as bytes, which every Triton version loads; others as they are."""
     return w2.view(torch.uint8) if w2.dtype == FP8 else w2
@@ -235,9 +242,7 @@ def _launch_advance(
     workspace: DenseWorkspace,
     step: int,
 ) -> None:
-    def given(tensor: torch.Tensor | None) -> torch.Tensor:
-        return workspace.state if tensor is None else tensor
-
+    given = partial(pointer, placeholder=workspace.state)
     joint, plan = weights.joint_weight, workspace.plan
     _advance_kernel[(len(requests),)](
         workspace.words, workspace.masses, out.tokens, out.lse, given(out.confidence), requests.anchors,
@@ -263,9 +268,7 @@ def _launch_persistent(
     out: ChainOutput,
     workspace: DenseWorkspace,
 ) -> None:
-    def given(tensor: torch.Tensor | None) -> torch.Tensor:
-        return workspace.state if tensor is None else tensor
-
+    given = partial(pointer, placeholder=workspace.state)
     plan = workspace.plan
     race = _race_arguments(weights, base, out, plan)
     tensors = (
