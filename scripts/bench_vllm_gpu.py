@@ -10,7 +10,9 @@ An engine gets as many requests at once as the concurrency says; at 1, four of t
 scheduler and the answer's way back are in the time; the text is not (token ids are compared).
 
 Modes: plain; stock (vLLM's DSpark, plug-in off), stock-topk, stock-adaptive; ours, ours-topk, ours-fp8 (W2 in 8
-bits), ours-adaptive (adaptive verification by the confidence head).
+bits), ours-adaptive (adaptive verification by the confidence head). MODE@K drafts K tokens whatever --num-draft-tokens
+says: `ours@2,ours@4,ours@8,ours-adaptive` sets scheduling against fixed lengths, and the table is followed by adaptive
+rates over the best fixed one of the same repeat.
 Every run is appended to --out as one line of JSON, and is not repeated when the program is started again. Tokens per
 step are vLLM's counters, 1 + accepted / steps over the run. At temperature 0 outputs are compared with the plain ones;
 two runs of one model may differ where two tokens are nearly equal, in bfloat16 above all, so the table says how many
@@ -18,8 +20,10 @@ requests are equal and where the others first differ.
 """
 
 import argparse
+import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -36,18 +40,19 @@ COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens
 
 def speculative_config(args: argparse.Namespace) -> dict[str, Any] | None:
     """--speculative-config of a mode."""
-    if args.mode == "plain":
+    name, _, drafts = args.mode.partition("@")
+    if name == "plain":
         return None
     config: dict[str, Any] = {
         "method": "dspark",
         "model": args.drafter,
-        "num_speculative_tokens": args.num_draft_tokens,
+        "num_speculative_tokens": int(drafts) if drafts else args.num_draft_tokens,
         "draft_sample_method": args.drafting,
         "rejection_sample_method": "standard",
     }
-    if args.mode.endswith("-topk"):
+    if name.endswith("-topk"):
         config["dspark_draft_topk"] = args.topk
-    if args.mode.endswith("-adaptive"):
+    if name.endswith("-adaptive"):
         config["enable_adaptive_verification"] = True
     return config
 
@@ -58,7 +63,8 @@ def serve_commands(args: argparse.Namespace) -> None:
     os.dup2(2, 1)  # vLLM prints to stdout; the log gets it
     from vllm import LLM, SamplingParams
 
-    options: dict[str, Any] = {"additional_config": {"dspark": {"w2": "fp8"}}} if args.mode == "ours-fp8" else {}
+    fp8 = args.mode.startswith("ours-fp8")
+    options: dict[str, Any] = {"additional_config": {"dspark": {"w2": "fp8"}}} if fp8 else {}
     llm = LLM(
         model=args.target,
         dtype=args.dtype,
@@ -83,12 +89,9 @@ def run_once(llm: Any, params_class: Any, prompts: list[Any], job: dict[str, Any
     width = job["concurrency"]
     count = max(width, MIN_REQUESTS)
     chosen = [prompts[i % len(prompts)] for i in range(count)]
-    params = [
-        params_class(
-            temperature=job["temperature"], seed=1000 + i, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
-        for i in range(count)
-    ]
+    first_seed = 1000 * (1 + job["repeat"])
+    options = {"temperature": job["temperature"], "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+    params = [params_class(seed=first_seed + i, **options) for i in range(count)]
     before = counters(llm)
     started = time.perf_counter()
     outputs = []
@@ -213,7 +216,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             count = sum(map(len, result["tokens"]))
             run = {"mode": mode} | job | {"rate": count / result["seconds"], "count": count} | result
             run["tokens_per_step"] = 1 + run["accepted"] / run["steps"] if run["steps"] else 1.0
-            if done_equal(done, run):
+            if run["temperature"] or done_equal(done, run):
                 run["tokens"] = None
             done.append(run)
             with out.open("a", encoding="utf-8") as file:
@@ -226,13 +229,16 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def done_equal(done: Sequence[dict[str, Any]], run: dict[str, Any]) -> bool:
-    """Whether an earlier repeat gave the same tokens; they are then not written again."""
+    """Whether an earlier repeat gave the same tokens; they are then not written again.
+
+    Sampled ones never are: every repeat has seeds of its own, so that acceptance is averaged over more texts.
+    """
     return any(key_of(other)[:3] == key_of(run)[:3] and other["tokens"] == run["tokens"] for other in done)
 
 
-def tokens_of(runs: Sequence[dict[str, Any]], run: dict[str, Any]) -> list[list[int]]:
-    """The run's tokens, which stand in the first repeat that gave them."""
-    return next(other["tokens"] for other in runs if key_of(other)[:3] == key_of(run)[:3] and other["tokens"])
+def tokens_of(runs: Sequence[dict[str, Any]], run: dict[str, Any]) -> list[list[int]] | None:
+    """The run's tokens, which stand in the first repeat that gave them; None of a sampled run."""
+    return next((other["tokens"] for other in runs if key_of(other)[:3] == key_of(run)[:3] and other["tokens"]), None)
 
 
 def key_of(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -280,6 +286,29 @@ def table(runs: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def gains(runs: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
+    """A line for each temperature, concurrency and adaptive mode: its rate over that of the best fixed mode.
+
+    The best is the one whose median rate is highest; ratios are taken within a repeat, since machines drift.
+    """
+    lines = []
+    for temperature, concurrency in itertools.product(args.temperature, args.concurrency):
+        here = [r for r in runs if key_of(r)[1:3] == (concurrency, temperature) and r["repeat"]]
+        rates = {mode: {r["repeat"]: r["rate"] for r in here if r["mode"] == mode} for mode in args.modes}
+        fixed = [mode for mode in args.modes if "-adaptive" not in mode and rates[mode]]
+        best = max(fixed, key=lambda mode: statistics.median(rates[mode].values()), default=None)
+        for mode in args.modes:
+            if best is None or "-adaptive" not in mode:
+                continue
+            ratios = [rate / rates[best][repeat] for repeat, rate in rates[mode].items() if repeat in rates[best]]
+            if ratios:
+                lines.append(
+                    f"T={temperature:g}, concurrency {concurrency}: {mode} over the best fixed ({best})"
+                    f" {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+                )
+    return "\n".join(lines)
+
+
 def export_target(folder: Path) -> None:
     """Write the default target as a Hugging Face folder; the variable DSPARK_TARGET may name the GGUF file."""
     import torch
@@ -300,7 +329,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", help="folder of the target")
     parser.add_argument("--drafter", help="folder of the drafter; the embedded one if left out")
     parser.add_argument("--prompts", help='JSON lines with "prompt" or "text"; the packaged set if left out')
-    parser.add_argument("--modes", default=DEFAULT_MODES, help=f"of {', '.join(MODES)}")
+    parser.add_argument("--modes", default=DEFAULT_MODES, help=f"of {', '.join(MODES)}; @K behind one sets its drafts")
     parser.add_argument("--concurrency", default="1,4,16,64")
     parser.add_argument("--temperature", default="0,1")
     parser.add_argument("--repeats", type=int, default=3)
@@ -315,7 +344,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wait-for", type=Path, help="start the engines, then measure as soon as this file exists")
     parser.add_argument("--out", default="bench_vllm_gpu.jsonl")
     parser.add_argument("--logs", default="bench_vllm_logs", help="folder for the engines' logs")
-    parser.add_argument("--engine", dest="mode", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", dest="mode", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.passed_on = list(argv)
     args.modes = args.modes.split(",")
@@ -323,9 +352,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args.temperature = [float(each) for each in args.temperature.split(",")]
     if args.export_target is None and args.target is None:
         parser.error("--target is missing (or --export-target, to write one)")
-    unknown = set(args.modes) - set(MODES)
+    unknown = [mode for mode in args.modes if not re.fullmatch(rf"({'|'.join(MODES)})(@[1-9]\d*)?", mode)]
     if unknown:
-        parser.error(f"--modes {', '.join(sorted(unknown))}: expected some of {', '.join(MODES)}")
+        parser.error(f"--modes {', '.join(unknown)}: expected some of {', '.join(MODES)}, or one with @K behind it")
     if args.drafter is None:
         from dspark.default import default_drafter_path
 
@@ -344,6 +373,7 @@ def main() -> None:
         started = time.perf_counter()
         runs = measure(args)
         print(table(runs, args))
+        print(gains(runs, args))
         print(f"{time.perf_counter() - started:.0f} s in all", file=sys.stderr)
 
 
