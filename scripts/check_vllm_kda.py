@@ -1,19 +1,22 @@
 """KDA targets on vLLM's V2 runner: our verify and commit against vLLM's own, on a GPU. Prints OK or FAILED per law.
 
-    python3 scripts/check_vllm_kda.py --out kda.json        both gates, nine engines at a time: about a minute
-    ... --gate full-rank                                    Kimi K3's layers only; low-rank: Kimi Linear's
+    python3 scripts/check_vllm_kda.py --out kda.json        both gates, twelve engines: about two minutes
+    ... --gate low-rank                                     Kimi Linear's layers only; full-rank: Kimi K3's
     ... --only ours-graph,plain                             some engines, and the laws that need no others
 
 Each engine is a process of its own, forked once vLLM is imported, on a tiny random target with a drafter that guesses
 two tokens of three (`kda_pair.py`); they run side by side, spread over the GPUs, and need 3 GiB each. vLLM drafts and
 judges in all of them; only the KDA kernels differ, by additional_config "dspark_kda". Requests have prompts of 180 to
 250 tokens and end at different lengths, more of them than run at a time: windows of 9 tokens, batches mixed with
-prefill, and graphs padded with rows that have none.
+prefill, and graphs padded with rows that have none. With prefix caching, texts go on over three blocks, and follow-ups
+start from the states that decoding stored at the boundaries.
 
 Exact equality with plain decoding is not to be had in bfloat16: two logits that round to the same number are told apart
 by the order of a sum. So the plain engine reads every text that another engine wrote and gives the logarithm of
 each token's probability; for a greedy text the distance to the best token (the gap) is 0, or the size of the rounding.
 vLLM's own kernels show which gaps rounding makes.
+
+Laws are printed, and appended to the .jsonl beside --out, as soon as the engines that they need have ended.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import time
 import traceback
 from pathlib import Path
 
-from kda_laws import MAX_TOKENS, WINDOW_DRAFTS, check_gate, prompts
+from kda_laws import FOLLOW_UP_TOKENS, LONG_TEXT, MAX_TOKENS, WINDOW_DRAFTS, GateCheck, prompts
 
 TEMPERATURE = 0.4
 RUNNING = 5
@@ -35,8 +38,8 @@ GRAPHS = {True: [9, 18, 36, 45], False: [1, 2, 4]}  # tokens of captured batches
 PATIENCE = 300  # seconds that the plain engine waits for the others
 
 ENGINES = {
-    "full-rank": ("ours-graph", "vllm-graph", "ours-eager", "ours-cached", "plain"),
-    "low-rank": ("ours-graph", "vllm-snapshots", "vllm-replay", "plain"),
+    "low-rank": ("plain", "ours-graph", "ours-cached", "ours-eager", "vllm-snapshots", "vllm-replay"),
+    "full-rank": ("plain", "ours-cached", "vllm-cached", "ours-graph", "vllm-graph", "ours-eager"),
 }
 EXTRA = 7  # tokens that a follow-up adds to an earlier text
 
@@ -76,15 +79,20 @@ def engine_options(name: str, folder: Path) -> dict:
 
 
 def make_engine(name: str, folder: Path):
-    """The engine of a name. Kernels are compiled when they are first used, not ahead of that.
+    """The engine of a name. Kernels are compiled when they are first used, not ahead of that, and in one configuration.
 
-    vLLM's switch for that would leave its workspace at 0 bytes too, since only the warm-up's steps give it its size.
+    vLLM's switch for the first would leave its workspace at 0 bytes too, since only the warm-up's steps give it its
+    size. Trying the hundred configurations of the prefill kernels takes longer than everything else here, and two
+    engines may choose differently.
     """
+    from triton.runtime.autotuner import Autotuner
     from vllm import LLM
     from vllm.model_executor.warmup import jit_warmup, kernel_warmup
 
     jit_warmup.JitWarmupRegistry.warmup = lambda self: None
     kernel_warmup.kimi_k3_triton_warmup = lambda worker: None
+    all_configurations = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, kwargs: all_configurations(self, kwargs)[:1]
     return LLM(**engine_options(name, folder))
 
 
@@ -150,19 +158,32 @@ def score(llm, part: dict) -> dict:
     return {"logprobs": logprobs, "gaps": gaps}
 
 
-def others(results: Path, names: list[str]) -> dict:
-    """What the engines of these names wrote, once each of them has or has failed."""
-    deadline = time.monotonic() + PATIENCE
-    while missing := [n for n in names if not any((results / f"{n}.{end}").exists() for end in ("json", "failed"))]:
-        if time.monotonic() > deadline:
-            print(f"plain: gave up waiting for {', '.join(missing)}")
-            break
+def score_others(llm, results: Path, names: list[str]) -> None:
+    """Score what the engines of these names wrote, each as soon as it is there, or has failed."""
+    deadline, missing = time.monotonic() + PATIENCE, list(names)
+    while missing and time.monotonic() < deadline:
+        for name in missing[:]:
+            if (results / f"{name}.json").exists():
+                write_scores(llm, results, name)
+            if (results / f"{name}.json").exists() or (results / f"{name}.failed").exists():
+                missing.remove(name)
         time.sleep(0.2)
-    return {
-        name: json.loads((results / f"{name}.json").read_text())
-        for name in names
-        if (results / f"{name}.json").exists()
-    }
+    if missing:
+        print(f"plain: gave up waiting for {', '.join(missing)}")
+
+
+def write_scores(llm, results: Path, name: str) -> None:
+    """What the plain engine thinks of another's texts, in a file beside them."""
+    parts = json.loads((results / f"{name}.json").read_text())["parts"]
+    scores = {part: score(llm, each) for part, each in parts.items() if part != "sampled again"}
+    write_whole(results / f"{name}.scores.json", scores)
+
+
+def write_whole(path: Path, data: dict) -> None:
+    """Write JSON that nobody can read half of."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(data))
+    unfinished.rename(path)
 
 
 def engine_main(name: str, folder: Path, results: Path, names: list[str]) -> None:
@@ -180,23 +201,18 @@ def engine_main(name: str, folder: Path, results: Path, names: list[str]) -> Non
     folded = watch_commits() if name.startswith("ours") else []
     parts = {"greedy": run(llm, prompts(), 0.0), "sampled": run(llm, prompts(), TEMPERATURE)}
     if name.endswith("cached"):
-        longer = [
+        parts["long"] = run(llm, prompts(), 0.0, [LONG_TEXT - len(prompt) for prompt in prompts()])
+        follow_ups = [
             [*prompt, *tokens, *range(10, 10 + EXTRA)]
-            for prompt, tokens in zip(parts["greedy"]["prompts"], parts["greedy"]["tokens"], strict=True)
+            for prompt, tokens in zip(parts["long"]["prompts"], parts["long"]["tokens"], strict=True)
         ]
-        parts["follow-up"] = run(llm, longer, 0.0, [60] * len(longer))
+        parts["follow-up"] = run(llm, follow_ups, 0.0, [FOLLOW_UP_TOKENS] * len(follow_ups))
     elif name != "plain":
         parts["sampled again"] = run(llm, prompts(), TEMPERATURE)
-    found["commits"] = len(folded)
+    write_whole(results / f"{name}.json", found | {"commits": len(folded), "parts": parts})
     if name == "plain":
-        texts = others(results, names) | {"plain": {"parts": parts}}
-        found["scores"] = {
-            other: {part: score(llm, each) for part, each in data["parts"].items() if part != "sampled again"}
-            for other, data in texts.items()
-        }
-    unfinished = results / f"{name}.unfinished"
-    unfinished.write_text(json.dumps(found | {"parts": parts}))
-    unfinished.rename(results / f"{name}.json")  # the plain engine must not read half a file
+        write_scores(llm, results, name)
+        score_others(llm, results, names)
 
 
 def prepare(folder: Path) -> bool:
@@ -253,34 +269,28 @@ def start(name: str, folder: Path, results: Path, names: list[str], log: Path, f
         return subprocess.Popen([*command, "--only", ",".join(names)], stdout=stream, stderr=subprocess.STDOUT)
 
 
-def finish(running: dict, logs: Path) -> None:
-    """Wait for all processes; tell the plain engine, and the user, of those that failed."""
-    since, waiting = time.monotonic(), dict(running)
-    while waiting:
-        for (gate, name), (process, results) in list(waiting.items()):
+def run_engines(waiting: list[tuple[str, str]], at_once: int, begin, checks: dict[str, GateCheck], logs: Path) -> None:
+    """Run all engines, `at_once` of them at a time, and check what can be checked whenever one has ended."""
+    since, running = time.monotonic(), {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running[waiting[0]] = begin(*waiting[0])
+            del waiting[0]
+        for (gate, name), process in list(running.items()):
             code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
-            if code is None:
-                continue
-            del waiting[gate, name]
-            print(f"       {gate} {name}: {time.monotonic() - since:.0f} s, exit status {code}", flush=True)
-            if code:
-                (results / f"{name}.failed").touch()
-                print("\n".join(log_of(logs, gate, name).read_text().splitlines()[-25:]), flush=True)
+            if code is not None:
+                del running[gate, name]
+                checks[gate].ended(name, code, time.monotonic() - since)
+                if code:
+                    print("\n".join(log_of(logs, gate, name).read_text().splitlines()[-25:]), flush=True)
+        for check in checks.values():
+            check.update()
         time.sleep(0.2)
 
 
 def log_of(logs: Path, gate: str, name: str) -> Path:
     """Where an engine's process writes."""
     return logs / f"kda-{gate}-{name}.log"
-
-
-def figures(engines: dict) -> dict:
-    """What is kept of the engines' results: everything but the texts."""
-    return {
-        name: {key: value for key, value in data.items() if key != "parts"}
-        | {part: {k: found[k] for k in ("accepted", "seconds", "cached")} for part, found in data["parts"].items()}
-        for name, data in engines.items()
-    }
 
 
 def parse_args() -> argparse.Namespace:
@@ -291,6 +301,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--gpus", default="0", help="numbers of the GPUs to spread the engines over, separated by commas"
     )
+    parser.add_argument("--at-once", type=int, default=8, help="most engines at a time; two more than gates at least")
     parser.add_argument("--out", type=Path, help="write laws and figures here; the engines' logs and texts beside it")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -299,40 +310,42 @@ def parse_args() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start all engines, wait for them, and check."""
+    """Run all engines, and check."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "OMP_NUM_THREADS": "1"}
     from kda_pair import write_pair
 
     gates = list(ENGINES) if args.gate == "both" else [args.gate]
     chosen = {g: [n for n in ENGINES[g] if args.only is None or n in args.only.split(",")] for g in gates}
-    gpus, running, reports, kept = args.gpus.split(","), {}, {}, {}
+    gpus, checks = args.gpus.split(","), {}
+    journal = args.out.with_suffix(".jsonl") if args.out else None
+    if journal:
+        journal.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         logs = args.out.parent if args.out else Path(temporary)
-        folders = {gate: Path(temporary) / gate for gate in gates}
-        results = {gate: logs / f"kda-{gate}" for gate in gates}  # what engines wrote outlives this program
         for gate in gates:
-            results[gate].mkdir(parents=True, exist_ok=True)
-            for old in results[gate].iterdir():
+            results = logs / f"kda-{gate}"  # what engines wrote outlives this program
+            results.mkdir(parents=True, exist_ok=True)
+            for old in results.iterdir():
                 old.unlink()
-            write_pair(folders[gate], full_rank=gate == "full-rank")
-        fork = prepare(folders[gates[0]])
+            checks[gate] = GateCheck(gate, chosen[gate], results, journal)
+            write_pair(Path(temporary) / gate, full_rank=gate == "full-rank")
+        fork = prepare(Path(temporary) / gates[0])
         print(f"       ready, {'forking' if fork else 'starting'} the engines' processes", flush=True)
-        for number, (gate, name) in enumerate((g, n) for g in gates for n in chosen[g]):
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+        todo = [(gate, name) for gate in gates for name in chosen[gate]]
+        numbers = {job: number for number, job in enumerate(todo)}
+
+        def begin(gate: str, name: str):
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[numbers[gate, name] % len(gpus)]
             log = log_of(logs, gate, name)
-            process = start(name, folders[gate], results[gate], chosen[gate], log, fork)
-            running[gate, name] = process, results[gate]
-        finish(running, logs)
-    for gate in gates:
-        engines = {path.stem: json.loads(path.read_text()) for path in sorted(results[gate].glob("*.json"))}
-        reports[gate] = check_gate(gate, engines, chosen[gate])
-        kept[gate] = figures(engines)
-    laws = [law for report in reports.values() for law in report.laws]
+            return start(name, Path(temporary) / gate, checks[gate].folder, chosen[gate], log, fork)
+
+        run_engines(todo, args.at_once, begin, checks, logs)
+    laws = [law for check in checks.values() for law in check.laws]
     failed = sum(not law["holds"] for law in laws)
     print(f"{len(laws) - failed} of {len(laws)} laws hold")
     if args.out:
-        found = {g: {"laws": r.laws, "notes": r.notes, "engines": kept[g]} for g, r in reports.items()}
+        found = {g: {"laws": c.laws, "notes": c.notes, "engines": c.figures()} for g, c in checks.items()}
         args.out.write_text(json.dumps(found, indent=1))
     return 1 if failed else 0
 
