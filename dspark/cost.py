@@ -7,14 +7,16 @@ that never falls (least squares, pool adjacent violators).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 FORMAT = "dspark step cost 1"
+T = TypeVar("T", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -87,26 +89,34 @@ class CostTable:
         """The numbers of requests that were timed, ascending."""
         return tuple(self._curves)
 
-    def step_seconds(self, num_requests: int, num_rows: float) -> float:
-        """Time of a drafted step.
+    def step_seconds(self, num_requests: int, num_rows: np.ndarray) -> np.ndarray:
+        """Times of drafted steps.
 
         Args:
             num_requests: R >= 1.
-            num_rows: rows of the target's pass over all requests, R and more.
+            num_rows: [...] rows of the target's pass over all requests, R and more.
+
+        Returns:
+            [...] seconds.
         """
         per_request = num_rows / num_requests
-        return self._between(num_requests, {size: along(per_request, *curve) for size, curve in self._curves.items()})
+        return self._between(num_requests, lambda size: along(per_request, *self._curves[size]))
 
     def plain_seconds(self, num_requests: int) -> float:
         """Time of a step without a drafter's pass."""
-        return self._between(num_requests, self._plain)
+        return self._between(num_requests, self._plain.__getitem__)
 
-    def _between(self, num_requests: int, seconds: Mapping[int, float]) -> float:
+    def _between(self, num_requests: int, seconds: Callable[[int], T]) -> T:
         """Linear between the sizes that were timed; as the smallest below them, in proportion above."""
         sizes = self.num_requests
         if num_requests > sizes[-1]:
-            return seconds[sizes[-1]] * num_requests / sizes[-1]
-        return float(np.interp(num_requests, sizes, [seconds[size] for size in sizes]))
+            return seconds(sizes[-1]) * (num_requests / sizes[-1])
+        place = bisect_left(sizes, num_requests)
+        if place == 0 or sizes[place] == num_requests:
+            return seconds(sizes[place])
+        low, high = sizes[place - 1], sizes[place]
+        share = (num_requests - low) / (high - low)
+        return seconds(low) * (1 - share) + seconds(high) * share
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON."""
@@ -136,12 +146,13 @@ class CostTable:
             raise ValueError(f"{path} is a damaged cost table ({error!r}): profile again") from error
 
 
-def along(rows: float, timed_rows: np.ndarray, seconds: np.ndarray) -> float:
-    """A curve at `rows`: linear between its points, on with its last slope beyond them."""
-    if rows <= timed_rows[-1] or len(timed_rows) == 1:
-        return float(np.interp(rows, timed_rows, seconds))
+def along(rows: np.ndarray, timed_rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """A curve at `rows` [...]: linear between its points, on with its last slope beyond them."""
+    within = np.interp(rows, timed_rows, seconds)
+    if len(timed_rows) == 1:
+        return within
     slope = (seconds[-1] - seconds[-2]) / (timed_rows[-1] - timed_rows[-2])
-    return float(seconds[-1] + slope * (rows - timed_rows[-1]))
+    return within + slope * np.maximum(rows - timed_rows[-1], 0.0)
 
 
 def never_falling(values: Sequence[float] | np.ndarray) -> np.ndarray:

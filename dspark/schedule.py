@@ -37,7 +37,7 @@ Source: DSpark, arXiv:2607.05147, Algorithm 1, section 5.2 and appendix A.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,13 +172,14 @@ class ThroughputSchedule(Schedule):
         if self.adaptive:
             self._remember(confidence, raw)
         if self.ragged:
-            lengths = admit_by_survival(survival, limits, lambda rows: self.cost.step_seconds(num_requests, rows))
+            rows = np.arange(num_requests, num_requests + sum(limits) + 1)
+            lengths = admit_by_survival(survival, limits, self.cost.step_seconds(num_requests, rows))
         else:
             offered = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
             columns = (survival * offered).sum(0)
             width = admit_columns(columns, self._seconds(num_requests, len(columns)), num_requests, expected)
             lengths = [min(width, limit) for limit in limits]
-        self._predicted_now = float(sum(row[:length].sum() for row, length in zip(raw, lengths, strict=True)))
+        self._predicted_now = float(raw[np.arange(raw.shape[1]) < np.asarray(lengths)[:, None]].sum())
         return lengths
 
     def observe(self, accepted: Sequence[int]) -> None:
@@ -188,7 +189,7 @@ class ThroughputSchedule(Schedule):
 
     def _seconds(self, num_requests: int, num_drafts: int) -> np.ndarray:
         """[num_drafts + 1]: step time with 0, 1, ... drafts of every request verified."""
-        return np.array([self.cost.step_seconds(num_requests, num_requests * (1 + k)) for k in range(num_drafts + 1)])
+        return self.cost.step_seconds(num_requests, num_requests * np.arange(1, num_drafts + 2))
 
     def _remember(self, confidence: np.ndarray, survival: np.ndarray) -> None:
         # Weighted by the chance that the position is reached at all.
@@ -206,29 +207,25 @@ def survivals(confidence: np.ndarray) -> np.ndarray:
     return np.cumprod(confidence.astype(np.float64), axis=1)
 
 
-def admit_by_survival(survival: np.ndarray, limits: Sequence[int], seconds: Callable[[int], float]) -> list[int]:
+def admit_by_survival(survival: np.ndarray, limits: Sequence[int], seconds: np.ndarray) -> list[int]:
     """The paper's Algorithm 1: admit single drafts, the likeliest to survive first, until throughput would fall.
 
     Args:
         survival: [B, K], not increasing along a row.
         limits: [B], the most that may be verified of each request.
-        seconds: step time by rows of the target's pass, anchors included.
+        seconds: [sum(limits) + 1], step time with 0, 1, ... drafts admitted.
 
     Returns:
         [B] lengths.
     """
     num_requests = len(limits)
-    lengths = [0] * num_requests
-    rows, tokens = num_requests, float(num_requests)
-    rate = tokens / seconds(rows) if rows else 0.0
-    order = sorted((-survival[request, k], k, request) for request, limit in enumerate(limits) for k in range(limit))
-    for negative, _, request in order:
-        tokens, rows = tokens - negative, rows + 1
-        if tokens / seconds(rows) <= rate:
-            break
-        rate = tokens / seconds(rows)
-        lengths[request] += 1
-    return lengths
+    request, k = np.nonzero(np.arange(survival.shape[1]) < np.asarray(limits)[:, None])
+    order = np.lexsort((request, k, -survival[request, k]))
+    tokens = num_requests + np.concatenate([[0.0], np.cumsum(survival[request, k][order])])
+    rates = tokens / seconds
+    # The first that does not raise the rate ends it. What stands behind it was computed too, and decides nothing.
+    admitted = int(np.argmax(np.append(rates[1:] <= rates[:-1], True)))
+    return np.bincount(request[order[:admitted]], minlength=num_requests).tolist()
 
 
 def admit_columns(

@@ -50,7 +50,7 @@ def best_of_all_lengths(cost):
     def rule(confidence, limits):
         columns = survivals(confidence).sum(0)
         tokens = len(limits) + np.concatenate([[0.0], np.cumsum(columns)])
-        rates = [t / cost.step_seconds(len(limits), len(limits) * (1 + k)) for k, t in enumerate(tokens)]
+        rates = tokens / cost.step_seconds(len(limits), len(limits) * np.arange(1, len(tokens) + 1))
         return [int(np.argmax(rates))] * len(limits)
 
     return rule
@@ -83,13 +83,15 @@ def test_algorithm_1_by_hand():
     survival = np.array([[0.9, 0.3], [0.5, 0.4]])
     # rows 2, 3, 4, 5, 6 take 1.0, 1.2, 1.4, 1.6, 1.8 s; order .9 .5 .4 .3
     # 2/1 = 2.00, 2.9/1.2 = 2.42, 3.4/1.4 = 2.43, 3.8/1.6 = 2.375 < 2.43: stop
-    assert admit_by_survival(survival, [2, 2], lambda rows: 0.6 + 0.2 * rows) == [1, 1]
-    assert admit_by_survival(survival, [0, 2], lambda rows: 0.6 + 0.2 * rows) == [
-        0,
-        1,
-    ]  # 2.5/1.2 = 2.08, 2.9/1.4 = 2.07
-    assert admit_by_survival(survival, [2, 2], lambda rows: 1.0) == [2, 2]  # rows are free
-    assert admit_by_survival(survival, [2, 2], lambda rows: float(rows)) == [0, 0]  # a row costs as much as a token
+    seconds = np.array([1.0, 1.2, 1.4, 1.6, 1.8])
+    assert admit_by_survival(survival, [2, 2], seconds) == [1, 1]
+    assert admit_by_survival(survival, [0, 2], seconds[:3]) == [0, 1]  # 2.5/1.2 = 2.08, 2.9/1.4 = 2.07
+    assert admit_by_survival(survival, [2, 2], np.ones(5)) == [2, 2]  # rows are free
+    assert admit_by_survival(survival, [2, 2], np.arange(2.0, 7.0)) == [0, 0]  # a row costs as much as a token
+    assert admit_by_survival(survival, [0, 0], np.ones(1)) == [0, 0]
+    assert admit_by_survival(np.ones((0, 2)), [], np.ones(1)) == []
+    # 2/1, 2.9/2, 3.4/2, 3.8/2, 4.1/2 = 2.05: the best of all comes behind one that does not pay
+    assert admit_by_survival(survival, [2, 2], np.array([1.0, 2.0, 2.0, 2.0, 2.0])) == [0, 0]
 
 
 def test_columns_by_hand():
@@ -111,7 +113,7 @@ def test_expected_confidences_let_a_column_pay_with_those_behind_it():
 def test_equal_survivals_never_put_a_later_draft_first():
     survival = np.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.1]])
     for rows in range(2, 9):
-        lengths = admit_by_survival(survival, [3, 3], lambda n, rows=rows: 1.0 if n <= rows else 1e9)
+        lengths = admit_by_survival(survival, [3, 3], np.where(np.arange(2, 9) <= rows, 1.0, 1e9))
         assert sum(lengths) == min(rows - 2, 6)
         assert abs(lengths[0] - lengths[1]) <= 1  # ties alternate by position
 
@@ -160,7 +162,7 @@ def test_without_history_it_is_algorithm_1_on_columns():
         limits = [5, 5, 3, 0]
         offered = np.arange(5) < np.array(limits)[:, None]
         columns = (survivals(confidence) * offered).sum(0)
-        seconds = np.array([cost.step_seconds(4, 4 * (1 + k)) for k in range(6)])
+        seconds = cost.step_seconds(4, 4 * np.arange(1, 7))
         width = admit_columns(columns, seconds, 4)
         assert ThroughputSchedule(cost, adaptive=False)(confidence, limits) == [min(width, limit) for limit in limits]
         assert ThroughputSchedule(cost)(confidence, limits) == [min(width, limit) for limit in limits]
@@ -421,12 +423,12 @@ def test_a_measured_dip_is_levelled():
 
 def test_times_between_and_beyond_the_points():
     rows, seconds = np.array([1.0, 3.0, 5.0]), np.array([1.0, 2.0, 4.0])
-    assert [along(x, rows, seconds) for x in (0.5, 1, 2, 4, 5, 6)] == [1.0, 1.0, 1.5, 3.0, 4.0, 5.0]
+    assert along(np.array([0.5, 1, 2, 4, 5, 6]), rows, seconds).tolist() == [1.0, 1.0, 1.5, 3.0, 4.0, 5.0]
     points = [CostPoint(size, rows, True, size + rows, 0, 0, 1) for size in (1, 4) for rows in (1, 3)]
     table = CostTable((*points, CostPoint(1, 1, False, 1.0, 0, 0, 1), CostPoint(4, 1, False, 4.0, 0, 0, 1)), {})
-    assert table.step_seconds(1, 2) == 3.0
-    assert table.step_seconds(2, 4) == 4.0  # a third of the way from 3 to 6
-    assert table.step_seconds(8, 8) == 10.0  # above the largest batch in proportion
+    assert table.step_seconds(1, np.array([1, 2])).tolist() == [2.0, 3.0]
+    assert table.step_seconds(2, np.array([4])).tolist() == [4.0]  # a third of the way from 3 to 6
+    assert table.step_seconds(8, np.array([8])).tolist() == [10.0]  # above the largest batch in proportion
     assert table.plain_seconds(2) == 2.0
 
 
