@@ -1,13 +1,17 @@
-"""What scheduling gains: tokens per second with every fixed number of drafts, without drafter, and scheduled, by load.
+"""What scheduling gains: tokens per second with fixed numbers of drafts and scheduled, by load.
 
-    python scripts/bench_schedule.py --device cuda --out schedule.json
-    python scripts/bench_schedule.py --batch-size 1 4 --repeats 3 --max-new-tokens 48 --cost cost.json
+    python scripts/bench_schedule.py --device cuda --batch-size 1 16 64 256 --out schedule.jsonl
+    python scripts/bench_schedule.py --batch-size 1 2 4 8 --num-draft-tokens 1 2 4 8 --cost cost.json
 
-First steps are profiled (or a table of `dspark profile` on this very machine is given with --cost). Then each load runs
-B requests at once, from prompts of a set in the model's chat template; the clock runs from their common first token to
-the first request that ends, so that B stays what it is called. All contenders run once in each repeat, in random order
-and with the same seeds. Figures are medians over the repeats with the lowest and the highest; the ratio is taken within
-each repeat, against the fixed number of drafts (0 is plain decoding) whose median is best.
+First steps are profiled (or a table of `dspark profile` on this very machine is given with --cost; --save-cost keeps
+one). Then each load runs B requests at once, from prompts of a set in the model's chat template; the clock runs from
+their common first token to the first request that ends, so that B stays what it is called. Contenders take turns, in
+random order and with the same seeds within a round; rounds go on for --seconds a load, at least --rounds. Every run is
+printed, and written as a line of JSON, as it ends. Figures are medians over the rounds with the lowest and the highest;
+the ratio is taken within each round, against the fixed number of drafts (0 is plain decoding) whose median is best.
+
+At temperature 0 all contenders emit the same texts, and a ratio shows time alone. Sampled ones have texts of their own:
+with few requests acceptance then differs by chance, which the columns "tokens a step" and "ms a step" tell apart.
 """
 
 import argparse
@@ -16,9 +20,9 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from dspark.commands import load_pair
@@ -31,7 +35,7 @@ from dspark.profile import ProfileSettings, profile
 from dspark.sampling import SamplingParams
 from dspark.schedule import Schedule, StaticThreshold, ThroughputSchedule
 
-WARM_UP_TOKENS = 20
+WARM_UP_TOKENS = 12
 
 
 class FirstRequestEnded(Exception):
@@ -45,29 +49,44 @@ class Contender:
     name: str
     num_draft_tokens: int
     cost: CostTable | None = None
-    threshold: float | None = None
-    adaptive: bool = True
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether lengths are chosen."""
+        return self.cost is not None
 
     def schedule(self) -> Schedule | None:
         """A new schedule, since one remembers its run."""
-        if self.threshold is not None:
-            return StaticThreshold(self.threshold)
-        return None if self.cost is None else ThroughputSchedule(self.cost, adaptive=self.adaptive)
+        if self.cost is None:
+            return None
+        kind, _, value = self.name.partition(":")
+        return StaticThreshold(float(value)) if value else ThroughputSchedule(self.cost, adaptive=kind == "scheduled")
 
 
-def tokens_per_s(pair: Any, contender: Contender, prompts: Sequence[list[int]], params: list[SamplingParams]) -> float:
-    """Committed tokens per second while all requests run."""
-    tokens, seen, whole = 0, 0.0, (0, 0.0)
-    started = 0.0
+@dataclass(frozen=True)
+class Pace:
+    """One run: committed tokens per second while all requests run, and what makes it up."""
+
+    tokens_per_s: float
+    tokens_a_step: float
+    ms_a_step: float
+    drafts_verified: float
+
+
+def run(pair: Any, contender: Contender, prompts: Sequence[list[int]], params: list[SamplingParams]) -> Pace:
+    """Generate until the first request ends."""
+    tokens = drafts = steps = 0
+    started, seen, whole = 0.0, 0.0, (0, 0, 0, 0.0)
 
     def on_tokens(index: int, new: list[int], step: Any) -> None:
-        nonlocal tokens, seen, whole, started
+        nonlocal tokens, drafts, steps, seen, whole, started
         if step is None:  # prefill; the last of these calls starts the clock
             started = seen = time.perf_counter()
             return
         if index == 0:  # a step has begun to report: all of the one before it counts
-            whole = tokens, seen
-        tokens, seen = tokens + len(new), time.perf_counter()
+            whole = steps, tokens, drafts, seen
+            steps += 1
+        tokens, drafts, seen = tokens + len(new), drafts + step.num_offered, time.perf_counter()
 
     def on_finish(*_: Any) -> None:
         raise FirstRequestEnded
@@ -84,48 +103,72 @@ def tokens_per_s(pair: Any, contender: Contender, prompts: Sequence[list[int]], 
             on_tokens=on_tokens,
             on_finish=on_finish,
         )
-    return whole[0] / (whole[1] - started)
+    steps, tokens, drafts, seen = whole
+    rows = steps * len(prompts)
+    return Pace(tokens / (seen - started), tokens / rows, 1e3 * (seen - started) / steps, drafts / rows)
 
 
 def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """All contenders at one load: tokens per second of every repeat, and the scheduled ones against the best fixed."""
-    speeds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for repeat in range(options.repeats + 1):  # the first one warms up
-        rng = random.Random(f"{options.seed} {repeat}")
+    """All contenders at one load: every run, and the scheduled ones against the best fixed."""
+    paces: dict[str, list[Pace]] = {contender.name: [] for contender in contenders}
+    started = time.perf_counter()
+    rounds = 0
+    while rounds <= options.rounds or time.perf_counter() - started < options.seconds:  # the first one warms up
+        rng = random.Random(f"{options.seed} {rounds}")
         params = [
             SamplingParams(
                 temperature=options.temperature,
                 seed=rng.getrandbits(63),
-                max_new_tokens=options.max_new_tokens if repeat else WARM_UP_TOKENS,
+                max_new_tokens=options.max_new_tokens if rounds else WARM_UP_TOKENS,
                 ignore_eos=True,
             )
             for _ in prompts
         ]
         for contender in rng.sample(contenders, len(contenders)):
-            speed = tokens_per_s(pair, contender, prompts, params)
-            if repeat:
-                speeds[contender.name].append(speed)
-    fixed = [c.name for c in contenders if c.schedule() is None]
-    best = max(fixed, key=lambda name: median(speeds[name]))
+            pace = run(pair, contender, prompts, params)
+            if rounds:
+                paces[contender.name].append(pace)
+                here = {"requests": len(prompts), "temperature": options.temperature, "round": rounds}
+                write(here | {"contender": contender.name} | asdict(pace), options)
+        rounds += 1
+    speeds = {name: [pace.tokens_per_s for pace in some] for name, some in paces.items()}
+    best = max((c.name for c in contenders if not c.scheduled), key=lambda name: median(speeds[name]))
     ratios = {
         c.name: [mine / theirs for mine, theirs in zip(speeds[c.name], speeds[best], strict=True)]
         for c in contenders
-        if c.schedule() is not None
+        if c.scheduled
     }
-    return {"requests": len(prompts), "tokens_per_s": speeds, "best_fixed": best, "ratio_to_best_fixed": ratios}
+    return {"requests": len(prompts), "paces": paces, "best_fixed": best, "ratio_to_best_fixed": ratios}
 
 
-def line(result: dict[str, Any]) -> str:
-    """A load in words."""
-    parts = [f"{name} {median(values):.1f}" for name, values in result["tokens_per_s"].items()]
-    against = [
-        f"{name} {median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-        for name, values in result["ratio_to_best_fixed"].items()
+def write(row: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print a row, and add it to --out."""
+    text = json.dumps(row)
+    print(text, flush=True)
+    if options.out:
+        with open(options.out, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a row for each load and contender."""
+    lines = [
+        "| requests | contender | tokens/s, median (lowest to highest) | to the best fixed | tokens a step | ms a step "
+        "| drafts verified |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    return (
-        f"{result['requests']} requests, tokens/s: {', '.join(parts)}\n"
-        f"    to the best fixed ({result['best_fixed']}): {', '.join(against)}"
-    )
+    for result in results:
+        for name, paces in result["paces"].items():
+            speeds = [pace.tokens_per_s for pace in paces]
+            ratios = result["ratio_to_best_fixed"].get(name)
+            ratio = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else ""
+            ratio = "best" if name == result["best_fixed"] else ratio
+            lines.append(
+                f"| {result['requests']} | {name} | {median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f}) "
+                f"| {ratio} | {mean(p.tokens_a_step for p in paces):.2f} | {median(p.ms_a_step for p in paces):.1f} "
+                f"| {mean(p.drafts_verified for p in paces):.2f} |"
+            )
+    return "\n".join(lines)
 
 
 def parse_args() -> argparse.Namespace:
@@ -135,39 +178,44 @@ def parse_args() -> argparse.Namespace:
     for name in ("target", "drafter", "device", "dtype"):
         parser.add_argument(f"--{name}", default=missing, help="as in `dspark eval`")
     parser.add_argument("--batch-size", nargs="+", type=int, default=[1, 4, 16, 64, 256])
-    parser.add_argument("--num-draft-tokens", nargs="+", type=int, default=[1, 2, 4, 8], help="the fixed numbers")
+    parser.add_argument("--num-draft-tokens", nargs="+", type=int, default=[0, 1, 2, 4, 8], help="the fixed numbers")
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=["scheduled"],
+        help="of scheduled, algorithm-1 (the paper's rule, without memory) and threshold:P",
+    )
     parser.add_argument("--dataset", default="default")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="the fewest, besides one that warms up")
+    parser.add_argument("--seconds", type=float, default=0.0, help="go on this long at each load")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cost", help="a table of `dspark profile`, made on this machine; default: profile first")
-    parser.add_argument("--out", help="write all figures here (JSON)")
+    parser.add_argument("--save-cost", help="write the profiled table here")
+    parser.add_argument("--profile-repeats", type=int, default=7)
+    parser.add_argument("--out", help="append every run here, a line of JSON each")
     return parser.parse_args()
 
 
 def main(options: argparse.Namespace) -> int:
     """Profile, run, report."""
+    begun = time.perf_counter()
     pair = load_pair(options)
     longest = max(options.num_draft_tokens)
     if options.cost:
         cost = CostTable.load(options.cost)
     else:
-        settings = ProfileSettings(tuple(options.batch_size), longest, temperature=options.temperature)
+        settings = ProfileSettings(
+            tuple(options.batch_size), longest, temperature=options.temperature, repeats=options.profile_repeats
+        )
         cost = profile(pair.target, pair.drafter, settings, print)
-    print(format_cost(cost))
-    contenders = [Contender(f"K={k}", k) for k in (0, *options.num_draft_tokens)]
-    contenders += [
-        Contender("scheduled", longest, cost),
-        Contender("algorithm 1", longest, cost, adaptive=False),
-        Contender("threshold 0.3", longest, threshold=0.3),
-    ]
-    texts = [format_prompt(pair.target, prompt.text) for prompt in load_dataset(options.dataset).prompts]
-    results = []
-    for batch_size in options.batch_size:
-        results.append(compare(pair, contenders, list(islice(cycle(texts), batch_size)), options))
-        print(line(results[-1]), flush=True)
-    report = {
+        if options.save_cost:
+            cost.save(options.save_cost)
+    print(format_cost(cost), flush=True)
+    contenders = [Contender(f"K={k}", k) for k in options.num_draft_tokens]
+    contenders += [Contender(name, longest, cost) for name in options.schedules]
+    header = {
         "settings": {key: value for key, value in vars(options).items() if key != "out"},
         "target": pair.target_name,
         "drafter": pair.drafter_name,
@@ -175,13 +223,12 @@ def main(options: argparse.Namespace) -> int:
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "versions": library_versions(),
         "commit": source_commit(),
-        "cost": [vars(point) for point in cost.points],
-        "results": results,
     }
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
-    print(json.dumps({key: value for key, value in report.items() if key != "cost"}))
+    write(header, options)
+    texts = [format_prompt(pair.target, prompt.text) for prompt in load_dataset(options.dataset).prompts]
+    results = [compare(pair, contenders, list(islice(cycle(texts), size)), options) for size in options.batch_size]
+    print(table(results))
+    print(f"{time.perf_counter() - begun:.0f} s in all")
     return 0
 
 
