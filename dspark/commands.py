@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +286,7 @@ def _generation_report(pair: Pair, drafted: TimedRun, plain: TimedRun | None, pa
         "finish_reason": generation.finish_reason,
         "seconds": drafted.seconds,
         "tokens_per_s": drafted.tokens_per_s,
-        "acceptance": measure_acceptance([generation.steps]).to_dict(),
+        "acceptance": asdict(measure_acceptance([generation.steps])),
         "target": pair.target_name,
         "drafter": pair.drafter_name,
         "dtype": str(pair.target.dtype).removeprefix("torch."),

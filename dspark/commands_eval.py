@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dspark.backend_flags import check_backend_flags, connect_server, start_engine
@@ -18,7 +18,7 @@ from dspark.commands import (
 )
 from dspark.confidence import CALIBRATION_FILE, write_calibration
 from dspark.drafter import check_num_draft_tokens
-from dspark.evals import EvalSettings, format_table
+from dspark.evals import EvalSettings
 from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.compare import Comparison, Run, compare_runs, load_run, load_runs
 from dspark.evals.folder import REPORT_FILE, write_report
@@ -28,7 +28,7 @@ from dspark.evals.run import run_backend
 from dspark.evals.sts_runs import Check, fit_calibration, measure_scaling
 from dspark.loop import check_schedule
 from dspark.schedule import parse_schedule
-from dspark.terminal import say
+from dspark.terminal import align, say
 
 VARIED = ("drafter", "num_draft_tokens")  # flags of eval that make cells, beside data sets and temperatures
 
@@ -184,11 +184,11 @@ def _show(comparison: Comparison, options: argparse.Namespace, command: str) -> 
     runs = comparison.runs
     if options.json:
         rows = [{"run": run.name, **row.to_dict(), "timing": row.timing.to_dict()} for run in runs for row in run.rows]
-        macro_means = [{"run": run.name, **row.to_dict()} for run in runs for row in run.macro_rows]
+        macro_means = [{"run": run.name, **asdict(row)} for run in runs for row in run.macro_rows]
         compared = comparison.compared if len(runs) > 1 else None
         print(json.dumps({"command": command, "compared": compared, "rows": rows, "macro_means": macro_means}))
         return 0
-    print(format_table(runs[0].rows, runs[0].macro_rows) if len(runs) == 1 else format_comparison(comparison))
+    print(format_comparison(comparison))
     for run in runs:
         settings = run.description["settings"]
         prefix = "" if len(runs) == 1 else f"{run.name}: "
@@ -232,6 +232,4 @@ def _effects_table(effects: Sequence[Check]) -> str:
         temperature = "all" if check.temperature is None else f"{check.temperature:g}"
         counts = (check.name, temperature, str(check.effect.num_requests))
         cells.append((*counts, *(number(figure, 4, interval=True) for figure in figures)))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
-    return "\n".join(lines)
+    return align(cells)

@@ -7,7 +7,7 @@ import argparse
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,11 @@ def quality(options: argparse.Namespace) -> int:
     rows = score_drafters(target, drafters, settings, scoring)
     outcomes = check_requirements(requirements, rows)
     if out is not None:
-        write_results(out, rows, [outcome.to_dict() for outcome in outcomes])
+        write_results(out, rows, outcomes)
     if options.json:
         results = [row.to_dict() | {"seconds": row.seconds} for row in rows]
-        report = {"command": "quality", "rows": results, "requirements": [outcome.to_dict() for outcome in outcomes]}
-        print(json.dumps(report, allow_nan=False))
+        report = {"command": "quality", "rows": results, "requirements": outcomes}
+        print(json.dumps(report, allow_nan=False, default=asdict))
     else:
         print(format_quality(rows))
         print(f"target: {target_name}")

@@ -23,7 +23,7 @@ from dspark.families.container import local_folder, read_config
 from dspark.inspect import inspect_checkpoint
 from dspark.profile import ProfileSettings
 from dspark.profile import profile as run_profile
-from dspark.terminal import say
+from dspark.terminal import align, say
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -159,9 +159,7 @@ def format_cost(table: CostTable) -> str:
                 spread = 50 * (point.high - point.low) / point.seconds
                 here[point.num_rows - 1 if point.drafted else "plain"] = f"{point.seconds * 1e3:.1f} ±{spread:.0f}%"
         rows.append([str(size), here["plain"], *(here.get(k, "") for k in range(longest + 1))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(["milliseconds a step, by drafts verified of each request", *lines])
+    return "\n".join(["milliseconds a step, by drafts verified of each request", align(rows, right=True)])
 
 
 def device_name(device: torch.device) -> str:

@@ -4,7 +4,7 @@ Runs the checks of `dspark.checkpoint`, keeps going after a problem, and reads e
 values. It needs no target; with one, it also says whether the two belong together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dspark.families.container import DTYPES, StoredTensor, open_container
 from dspark.families.expected import TABLES, expected_shapes
 from dspark.families.names import NamedTensors
 from dspark.families.target import TargetFacts
+from dspark.terminal import align
 
 ROLES = (
     ("embed_tokens.", "embedding"),
@@ -129,12 +130,12 @@ class Inspection:
             **self.ownership,
             "confidence": self.calibration or "-",
         }
-        parts = [_table(list(facts.items()))]
+        parts = [align(list(facts.items()))]
         if self.config is not None:
-            parts.append("record\n" + _table(_record(self.config), indent=2))
+            parts.append("record\n" + align(_record(self.config), indent="  "))
         if self.tensors:
             rows = [(row.name, row.dtype, str(list(row.shape)), row.role) for row in self.tensors]
-            parts.append("tensors\n" + _table(rows, indent=2))
+            parts.append("tensors\n" + align(rows, indent="  "))
         for title, lines in (("notes", self.notes), ("refusals", self.refusals)):
             if lines:
                 parts.append("\n".join([title, *(f"  - {line}" for line in lines)]))
@@ -241,9 +242,3 @@ def _record(config: DrafterConfig) -> list[tuple[str, str]]:
     )
     values["max_draft_tokens"] = config.max_draft_tokens
     return [(name, str(value)) for name, value in values.items()]
-
-
-def _table(rows: Sequence[Sequence[str]], indent: int = 0) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(" " * indent + line.rstrip() for line in lines)

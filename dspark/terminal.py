@@ -76,6 +76,14 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def align(rows: Sequence[Sequence[str]], indent: str = "", right: bool = False) -> str:
+    """Rows of cells as a table, columns two blanks apart and flush left, or flush right for numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = str.rjust if right else str.ljust
+    lines = ("  ".join(pad(cell, width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
+
+
 def acceptance_lines(figures: "Acceptance") -> list[str]:
     """Tokens per step, acceptance rate, and one column per draft position."""
     if not figures.num_steps:

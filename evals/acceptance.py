@@ -19,10 +19,9 @@ Pooled and macro figures of one run differ widely when requests differ in length
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
 import numpy as np
 
@@ -79,9 +78,20 @@ class Acceptance:
     accepted_shares: tuple[Estimate, ...]
     calibration: Calibration | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and None, ready for JSON."""
-        return asdict(self)
+    @property
+    def ece(self) -> Estimate:
+        """That of `calibration`, undefined without confidences."""
+        return Estimate(None) if self.calibration is None else self.calibration.ece
+
+    @property
+    def conditional(self) -> tuple[Estimate, ...]:
+        """By position."""
+        return tuple(rates.conditional for rates in self.positions)
+
+    @property
+    def expected(self) -> tuple[Estimate, ...]:
+        """By position."""
+        return tuple(rates.expected for rates in self.positions)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,14 @@ Positions that were never verified (trimmed from the block, or behind a stop) ha
 perfectly calibrated head is not 0 on finite data: with n positions in a bin it is about sqrt(2 s (1 - s) / (pi n))
 there.
 
+Generation observes one outcome a step; offline each draft has several, with a weight each (see `block_scores`).
+Counts then become sums of weights, so the scores are those that generation comes to with many steps, without the noise
+floor of single outcomes.
+
 Source: Guo et al. 2017, arXiv:1706.04599, section 2 (ECE); Hanley and McNeil 1982 (AUROC as a rank statistic).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,16 +36,18 @@ class ReliabilityBin:
 
     low: float
     high: float
-    num_positions: int
+    num_positions: float
     mean_survival: float | None
     accepted: Estimate
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Calibration of cumulative confidence over `num_positions` verified draft positions."""
+    """Calibration of cumulative confidence over `num_positions` verified draft positions, or an expected number of
+    them.
+    """
 
-    num_positions: int
+    num_positions: float
     ece: Estimate
     auroc: Estimate
     brier: Estimate
@@ -48,7 +55,11 @@ class Calibration:
 
 
 def calibrate(
-    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, bootstrap: Bootstrap
+    request: np.ndarray,
+    survival: np.ndarray,
+    accepted: np.ndarray,
+    bootstrap: Bootstrap,
+    weight: np.ndarray | None = None,
 ) -> Calibration | None:
     """Score cumulative confidence against prefix acceptance.
 
@@ -58,6 +69,7 @@ def calibrate(
             no confidence head.
         accepted: [N] bool, whether the draft and all before it in its step were accepted.
         bootstrap: resamples over requests.
+        weight: [N] > 0, expected number of times that generation meets this outcome; None: each was met once.
 
     Returns:
         The scores, or None where no position has a confidence.
@@ -65,27 +77,41 @@ def calibrate(
     scored = ~np.isnan(survival)
     if not scored.any():
         return None
-    request, survival, accepted = request[scored], survival[scored], accepted[scored].astype(np.float64)
-    brier = brier_statistic(request, survival, accepted, bootstrap.num_requests)
+    number = int if weight is None else float
+    weight = np.ones(len(survival)) if weight is None else weight
+    outcomes = (request[scored], survival[scored], accepted[scored].astype(np.float64))
+    options = (bootstrap.num_requests, weight[scored])
     return Calibration(
-        num_positions=len(survival),
-        ece=bootstrap.estimates(ece_statistic(request, survival, accepted, bootstrap.num_requests))[0],
-        auroc=_auroc_estimate(request, survival, accepted, bootstrap),
-        brier=bootstrap.estimates(brier)[0],
-        bins=_bins(request, survival, accepted, bootstrap),
+        num_positions=number(weight[scored].sum()),
+        ece=bootstrap.estimates(ece_statistic(*outcomes, *options))[0],
+        auroc=_auroc_estimate(*outcomes, weight[scored], bootstrap),
+        brier=bootstrap.estimates(brier_statistic(*outcomes, *options))[0],
+        bins=_bins(_bin_sums(*outcomes, *options), bootstrap, number),
     )
 
 
-def brier_statistic(request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, num_requests: int) -> Statistic:
+def brier_statistic(
+    request: np.ndarray,
+    survival: np.ndarray,
+    accepted: np.ndarray,
+    num_requests: int,
+    weight: np.ndarray | float = 1.0,
+) -> Statistic:
     """Brier score, one figure; arguments as in `calibrate`, without NaN."""
-    errors = np.bincount(request, (survival - accepted) ** 2, num_requests)
-    counts = np.bincount(request, minlength=num_requests).astype(np.float64)
+    errors = np.bincount(request, weight * (survival - accepted) ** 2, num_requests)
+    counts = np.bincount(request, weight * np.ones_like(survival), num_requests)
     return ratio_statistic(errors[:, None], counts[:, None])
 
 
-def ece_statistic(request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, num_requests: int) -> Statistic:
+def ece_statistic(
+    request: np.ndarray,
+    survival: np.ndarray,
+    accepted: np.ndarray,
+    num_requests: int,
+    weight: np.ndarray | float = 1.0,
+) -> Statistic:
     """ECE, one figure; arguments as in `calibrate`, without NaN."""
-    sums = _bin_sums(request, survival, accepted, num_requests)
+    sums = _bin_sums(request, survival, accepted, num_requests, weight)
 
     def ece(weights: np.ndarray) -> np.ndarray:
         count, predicted, realised = (weights @ part for part in sums)
@@ -109,42 +135,46 @@ def auroc(positives: np.ndarray, negatives: np.ndarray) -> np.ndarray:
     return divide(won, positives.sum(1) * negatives.sum(1))
 
 
-def _auroc_estimate(request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, bootstrap: Bootstrap) -> Estimate:
+def _auroc_estimate(
+    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, weight: np.ndarray, bootstrap: Bootstrap
+) -> Estimate:
     scores, rank = np.unique(survival, return_inverse=True)
-    whole = np.zeros_like(rank)
-    exact = auroc(
-        _sum_by(whole, rank, accepted, (1, len(scores))), _sum_by(whole, rank, 1 - accepted, (1, len(scores)))
-    )
+
+    def area(row: np.ndarray, column: np.ndarray, shape: tuple[int, int], draws: np.ndarray) -> np.ndarray:
+        labels = (weight * accepted, weight * (1 - accepted))
+        return auroc(*(draws @ _sum_by(row, column, values, shape) for values in labels))
+
+    exact = area(np.zeros_like(rank), rank, (1, len(scores)), np.ones((1, 1)))[0]
     num_groups = min(len(scores), MAX_RESAMPLED_SCORES)
     group = rank * num_groups // len(scores)  # neighbouring scores become ties; only the interval sees it
-    shape = (bootstrap.num_requests, num_groups)
-    positives, negatives = _sum_by(request, group, accepted, shape), _sum_by(request, group, 1 - accepted, shape)
-    return bootstrap.estimate(exact[0], auroc(bootstrap.weights @ positives, bootstrap.weights @ negatives))
+    resampled = area(request, group, (bootstrap.num_requests, num_groups), bootstrap.weights)
+    return bootstrap.estimate(exact, resampled)
 
 
 def _bin_sums(
-    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, num_requests: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    request: np.ndarray,
+    survival: np.ndarray,
+    accepted: np.ndarray,
+    num_requests: int,
+    weight: np.ndarray | float,
+) -> list[np.ndarray]:
     """Positions, survival and accepted prefixes per request and bin, each [num_requests, NUM_BINS]."""
     index = np.minimum((survival * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-    shape = (num_requests, NUM_BINS)
-    count, predicted, realised = (
-        _sum_by(request, index, values, shape) for values in (np.ones_like(survival), survival, accepted)
-    )
-    return count, predicted, realised
+    columns = (np.ones_like(survival), survival, accepted)
+    return [_sum_by(request, index, weight * values, (num_requests, NUM_BINS)) for values in columns]
 
 
 def _bins(
-    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, bootstrap: Bootstrap
+    sums: Sequence[np.ndarray], bootstrap: Bootstrap, number: Callable[[float], float]
 ) -> tuple[ReliabilityBin, ...]:
-    count, predicted, realised = _bin_sums(request, survival, accepted, bootstrap.num_requests)
+    count, predicted, realised = sums
     shares = bootstrap.ratio(realised, count)
     counts, means = count.sum(0), divide(predicted.sum(0), count.sum(0))
     return tuple(
         ReliabilityBin(
             low=i / NUM_BINS,
             high=(i + 1) / NUM_BINS,
-            num_positions=int(counts[i]),
+            num_positions=number(counts[i]),
             mean_survival=float(means[i]) if counts[i] else None,
             accepted=shares[i],
         )

@@ -7,7 +7,7 @@ same resamples of requests weigh both runs.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -283,10 +283,6 @@ class Difference:
     temperature: float
     tokens_per_step: Estimate
     ratio: Estimate
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
 
 
 def paired_differences(runs: Sequence[Run]) -> list[Difference]:

@@ -36,6 +36,7 @@ from dspark.evals.doctor_text import (
 from dspark.evals.readings import Reading, alternatives, tap_ids_tried
 from dspark.evals.stats import Bootstrap, Estimate
 from dspark.target import HFTarget
+from dspark.terminal import align
 
 MAX_FAULTS = 3
 LEAST_GAIN = 0.05
@@ -308,8 +309,7 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         lines.append(
             f"best alternative of each topic ({diagnosis.num_readings} readings scored), difference to the best:"
         )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.append(align(rows, indent="  "))
     lines += [f"remark: {remark}" for remark in diagnosis.remarks]
     return "\n".join(lines)
 

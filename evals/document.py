@@ -6,8 +6,16 @@ from typing import Any
 from dspark.evals.acceptance import Acceptance
 from dspark.evals.compare import Comparison, Difference, Run
 from dspark.evals.plots import FEWEST
-from dspark.evals.report import MISSING, describe_settings, number
-from dspark.evals.rows import MacroRow, ResultRow
+from dspark.evals.report import (
+    MISSING,
+    NamedRow,
+    describe_settings,
+    named_rows,
+    number,
+    summary,
+    without_single_run,
+)
+from dspark.evals.rows import ResultRow
 from dspark.evals.stats import LEVEL, Estimate
 
 DEFINITIONS = """\
@@ -37,21 +45,21 @@ def render_report(
         remark: why there are no plots, None if there are.
     """
     runs = comparison.runs
-    several = len(runs) > 1
-    parts = ["# Acceptance" + (": " + " against ".join(run.name for run in runs) if several else "")]
+    parts = ["# Acceptance" + (": " + " against ".join(run.name for run in runs) if len(runs) > 1 else "")]
     parts.append(
         f"Figures with their {LEVEL:.0%} bootstrap intervals over requests in brackets; definitions at the end. "
         "All of it, with the settings in full, is in results.json."
     )
     if remark is not None:
         parts.append(f"Plots were not drawn: {remark}.")
-    if several:
+    if len(runs) > 1:
         parts += ["## Compared", _compared(comparison)]
-    parts += ["## Tokens per step", _images(plots, "tokens_per_step"), _summary(runs)]
+    parts += ["## Tokens per step", _images(plots, "tokens_per_step"), table(summary(named_rows(runs), in_full=True))]
     if differences:
         parts += [f"Against {runs[0].name}, on the same requests:", _differences(differences)]
-    if any(run.domain_rows for run in runs):
-        parts += ["By domain of the prompts:", _domains(runs)]
+    domains: list[NamedRow] = [(run.name, row) for run in runs for row in run.domain_rows]
+    if domains:
+        parts += ["By domain of the prompts:", table(summary(domains, in_full=True))]
     drafted = [(run, row) for run in runs for row in run.rows if row.acceptance.positions]
     if drafted:
         parts += ["## Acceptance by draft position", _images(plots, "runs"), _images(plots, "acceptance")]
@@ -59,13 +67,10 @@ def render_report(
         if any(plots.values()):
             parts.append(f"The plots leave out conditional rates of positions that fewer than {FEWEST} steps reached.")
         for run, row in drafted:
-            parts += [f"**{_cell(run, row, several)}**", _positions(row.acceptance)]
-        parts += ["## Accepted length", _images(plots, "accepted_length"), _lengths(drafted, several)]
-    scored = [(run, row) for run, row in drafted if row.acceptance.calibration is not None]
-    if scored:
-        parts += ["## Calibration of the confidence", _images(plots, "reliability"), _calibration(scored, several)]
-    elif drafted:
-        parts += ["## Calibration of the confidence", "No confidences were reported."]
+            name = f"{run.name}: " if len(runs) > 1 else ""
+            parts += [f"**{name}{_cell(row)}**", _positions(row.acceptance)]
+        parts += ["## Accepted length", _images(plots, "accepted_length"), _lengths(drafted)]
+        parts += ["## Calibration of the confidence", _images(plots, "reliability"), _calibration(drafted)]
     parts += ["## What was run", _settings(runs), "## Definitions", DEFINITIONS]
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
@@ -74,10 +79,10 @@ def _interval(estimate: Estimate, digits: int = 2) -> str:
     return number(estimate, digits, interval=True)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first line is its header."""
+    ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in ruled)
 
 
 def _images(plots: Mapping[str, Sequence[str]], kind: str) -> str:
@@ -85,12 +90,9 @@ def _images(plots: Mapping[str, Sequence[str]], kind: str) -> str:
 
 
 def _compared(comparison: Comparison) -> str:
-    names = [run.name for run in comparison.runs]
-    rows = [(name, *(_value(value) for value in values)) for name, values in comparison.fields.items()]
-    lines = [f"The runs differ in {comparison.compared}."]
-    if rows:
-        lines.append(table(["setting", *names], rows))
-    return "\n\n".join(lines)
+    lines = [["setting", *(run.name for run in comparison.runs)]]
+    lines += [[name, *(_value(value) for value in values)] for name, values in comparison.fields.items()]
+    return f"The runs differ in {comparison.compared}." + (f"\n\n{table(lines)}" if comparison.fields else "")
 
 
 def _value(value: Any) -> str:
@@ -100,58 +102,15 @@ def _value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _cell(run: Run, row: ResultRow, several: bool) -> str:
-    return (f"{run.name}: " if several else "") + f"{row.dataset}, temperature {row.temperature:g}"
-
-
-def _summary(runs: Sequence[Run]) -> str:
-    header = ["run", "prompts", "temperature", "requests", "steps", "tokens per step", "per request", "acceptance rate",
-              "ECE", "loops"]  # fmt: skip
-    lines = []
-    for run in runs:
-        for row in run.rows:
-            lines.append([run.name, row.dataset, f"{row.temperature:g}", *_figures(row)])
-        for macro in run.macro_rows:
-            lines.append([run.name, f"*mean of {len(macro.datasets)} sets*", f"{macro.temperature:g}", *_means(macro)])
-    first = 0 if len(runs) > 1 else 1
-    return table(header[first:], [line[first:] for line in lines])
-
-
-def _figures(row: ResultRow) -> list[str]:
-    figures = row.acceptance
-    return [
-        str(figures.num_requests),
-        str(figures.num_steps),
-        _interval(figures.tokens_per_step),
-        _interval(figures.tokens_per_step_macro),
-        _interval(figures.acceptance_rate) if figures.num_offered else row.label,
-        _interval(figures.calibration.ece, 3) if figures.calibration else MISSING,
-        f"{row.repetition.value:.0%}" if row.repetition.value is not None else MISSING,
-    ]
-
-
-def _means(macro: MacroRow) -> list[str]:
-    estimates = (macro.tokens_per_step, macro.tokens_per_step_macro, macro.acceptance_rate)
-    return ["", "", *(_interval(estimate) for estimate in estimates), _interval(macro.ece, 3), ""]
+def _cell(row: ResultRow) -> str:
+    return f"{row.dataset}, temperature {row.temperature:g}"
 
 
 def _differences(differences: Sequence[Difference]) -> str:
-    rows = [
-        (d.run, d.dataset, f"{d.temperature:g}", _interval(d.tokens_per_step), _interval(d.ratio)) for d in differences
-    ]
-    return table(["run", "prompts", "temperature", "difference in tokens per step", "ratio"], rows)
-
-
-def _domains(runs: Sequence[Run]) -> str:
-    header = ["run", "prompts", "domain", "temperature", "requests", "steps", "tokens per step", "per request",
-              "acceptance rate", "ECE", "loops"]  # fmt: skip
-    first = 0 if len(runs) > 1 else 1
-    lines = [
-        [run.name, row.dataset, str(row.domain), f"{row.temperature:g}", *_figures(row)][first:]
-        for run in runs
-        for row in run.domain_rows
-    ]
-    return table(header[first:], lines)
+    lines = [["run", "prompts", "temperature", "difference in tokens per step", "ratio"]]
+    for d in differences:
+        lines.append([d.run, d.dataset, f"{d.temperature:g}", _interval(d.tokens_per_step), _interval(d.ratio)])
+    return table(lines)
 
 
 def _agreement(rows: Iterable[ResultRow]) -> str:
@@ -171,53 +130,42 @@ def _agreement(rows: Iterable[ResultRow]) -> str:
 
 
 def _positions(figures: Acceptance) -> str:
-    header = ["draft", "offered", "reached", "accepted", "unconditional", "conditional", "1 − TV",
-              "realised − expected", "confidence"]  # fmt: skip
-    rows = [
-        (
-            str(r.position + 1), str(r.num_offered), str(r.num_reached), str(r.num_accepted),
-            _interval(r.unconditional), _interval(r.conditional), _interval(r.expected), _interval(r.gap, 3),
-            _interval(r.confidence),
-        )
-        for r in figures.positions
-    ]  # fmt: skip
-    return table(header, rows)
+    lines = [["draft", "offered", "reached", "accepted", "unconditional", "conditional", "1 − TV",
+              "realised − expected", "confidence"]]  # fmt: skip
+    for r in figures.positions:
+        counts = (r.position + 1, r.num_offered, r.num_reached, r.num_accepted)
+        rates = (r.unconditional, r.conditional, r.expected)
+        lines.append([*map(str, counts), *map(_interval, rates), _interval(r.gap, 3), _interval(r.confidence)])
+    return table(lines)
 
 
-def _lengths(drafted: Sequence[tuple[Run, ResultRow]], several: bool) -> str:
+def _lengths(drafted: Sequence[tuple[Run, ResultRow]]) -> str:
     longest = max(len(row.acceptance.accepted_shares) for _, row in drafted)
-    rows = []
+    lines = [["run", "prompts", *map(str, range(longest))]]
     for run, row in drafted:
         shares = [_interval(share) for share in row.acceptance.accepted_shares]
-        rows.append([_cell(run, row, several), *shares, *[MISSING] * (longest - len(shares))])
-    return "Share of steps by the number of drafts that they accepted:\n\n" + table(
-        ["run" if several else "prompts", *map(str, range(longest))], rows
-    )
+        lines.append([run.name, _cell(row), *shares, *[MISSING] * (longest - len(shares))])
+    return "Share of steps by the number of drafts that they accepted:\n\n" + table(without_single_run(lines))
 
 
-def _calibration(scored: Sequence[tuple[Run, ResultRow]], several: bool) -> str:
-    rows = []
-    for run, row in scored:
+def _calibration(drafted: Sequence[tuple[Run, ResultRow]]) -> str:
+    lines, applied = [["run", "prompts", "positions", "ECE", "AUROC", "Brier"]], {}
+    for run, row in drafted:
         figures = row.acceptance.calibration
-        assert figures is not None
-        scores = _interval(figures.ece, 3), _interval(figures.auroc, 3), _interval(figures.brier, 3)
-        rows.append((_cell(run, row, several), str(figures.num_positions), *scores))
-    temperatures = {
-        run.name: run.description["drafter"].get("confidence_temperatures")
-        for run, _ in scored
-        if run.description["drafter"]
+        if figures is not None:
+            scores = (_interval(score, 3) for score in (figures.ece, figures.auroc, figures.brier))
+            lines.append([run.name, _cell(row), str(figures.num_positions), *scores])
+            applied[run.name] = run.description["drafter"].get("confidence_temperatures")
+    if not applied:
+        return "No confidences were reported."
+    words = {
+        name: "the head's own confidences"
+        if temperatures is None
+        else "scaled by temperatures " + " ".join(f"{value:.3g}" for value in temperatures)
+        for name, temperatures in applied.items()
     }
-    applied = [
-        f"{name + ': ' if several else ''}"
-        + (
-            "the head's own confidences"
-            if values is None
-            else "scaled by temperatures " + " ".join(f"{v:.3g}" for v in values)
-        )
-        for name, values in temperatures.items()
-    ]
-    header = ["run" if several else "prompts", "positions", "ECE", "AUROC", "Brier"]
-    return table(header, rows) + "\n\n" + "; ".join(applied) + "."
+    named = [f"{name}: {text}" for name, text in words.items()] if len(words) > 1 else list(words.values())
+    return table(without_single_run(lines)) + "\n\n" + "; ".join(named) + "."
 
 
 def _settings(runs: Sequence[Run]) -> str:

@@ -1,5 +1,6 @@
 """The folder of a report: results.json, report.md, and plots where matplotlib is installed."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ def write_results(folder: Path, comparison: Comparison) -> None:
             "compared": comparison.compared if len(runs) > 1 else None,
             "allowed": list(comparison.allowed),
             "fields": {name: list(values) for name, values in comparison.fields.items()},
-            "differences": [difference.to_dict() for difference in paired_differences(runs)],
+            "differences": paired_differences(runs),
         },
         "rows": [{"run": run.name, **row.to_dict()} for run in runs for row in run.rows],
         "domain_rows": [{"run": run.name, **row.to_dict()} for run in runs for row in run.domain_rows],
-        "macro_means": [{"run": run.name, **row.to_dict()} for run in runs for row in run.macro_rows],
+        "macro_means": [{"run": run.name, **asdict(row)} for run in runs for row in run.macro_rows],
         "timing": timing,
     }
     write_json(folder / RESULTS_FILE, results)

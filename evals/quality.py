@@ -242,7 +242,7 @@ def _rows(
     ]
 
 
-def write_results(folder: Path, rows: Sequence[QualityRow], requirements: Sequence[dict[str, Any]] = ()) -> None:
+def write_results(folder: Path, rows: Sequence[QualityRow], requirements: Sequence[Any] = ()) -> None:
     """Write results.json: rows with their settings, timing, and what was required of them.
 
     Raises:
@@ -252,5 +252,5 @@ def write_results(folder: Path, rows: Sequence[QualityRow], requirements: Sequen
     if (folder / RECORDS_FILE).exists():
         raise ValueError(f"{folder} holds a run of dspark eval, and its {RESULTS_FILE} would be lost; choose another")
     timing = [{"row": row.name, "anchors": row.quality.num_anchors, "seconds": row.seconds} for row in rows]
-    results = {"command": "quality", "rows": [row.to_dict() for row in rows], "requirements": list(requirements)}
+    results = {"command": "quality", "rows": [row.to_dict() for row in rows], "requirements": requirements}
     write_json(folder / RESULTS_FILE, results | {"timing": timing})

@@ -31,28 +31,13 @@ Read next: `dspark.evals.quality`. Two commands that show these figures:
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from dspark.evals.block_scores import AnchorScores
-from dspark.evals.quality_calibration import ExpectedCalibration, expected_calibration
+from dspark.evals.calibration import Calibration, calibrate
 from dspark.evals.stats import Bootstrap, Estimate, divide
-
-
-@dataclass(frozen=True)
-class TeacherForced:
-    """Figures of a draft position, or their mean, with the path as prefix and every anchor counted once.
-
-    `survival` is the mean of S_i; the others are plain means over the anchors whose path reaches the position.
-    """
-
-    survival: Estimate
-    one_minus_tv: Estimate
-    cross_entropy: Estimate
-    top1: Estimate
 
 
 @dataclass(frozen=True)
@@ -60,7 +45,8 @@ class PositionQuality:
     """Free-running figures of draft position `position`, counted from 0, and teacher-forced ones beside them.
 
     `num_offered`, `num_reached` and `num_accepted` are expected numbers of steps. `confidence` is the mean of the
-    head's conditional confidence where the position is reached.
+    head's conditional confidence where the position is reached. `teacher_forced_survival` is the mean of S_i over
+    anchors; the other teacher-forced figures are plain means over the anchors whose path reaches the position.
     """
 
     position: int
@@ -73,7 +59,10 @@ class PositionQuality:
     cross_entropy: Estimate
     top1: Estimate
     confidence: Estimate
-    teacher_forced: TeacherForced
+    teacher_forced_survival: Estimate
+    teacher_forced_one_minus_tv: Estimate
+    teacher_forced_cross_entropy: Estimate
+    teacher_forced_top1: Estimate
 
 
 @dataclass(frozen=True)
@@ -97,12 +86,8 @@ class Quality:
     accepted_histogram: tuple[float, ...]
     teacher_forced_tokens_per_step: Estimate
     in_vocabulary: Estimate
-    calibration: ExpectedCalibration | None
+    calibration: Calibration | None
     num_rescored: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and None, ready for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -223,11 +208,11 @@ def measure_quality(scores: AnchorScores, num_requests: int, num_draft_tokens: i
     offered, accepted = sums.offered.sum(1, keepdims=True), sums.accepted.sum(1, keepdims=True)
     pooled = bootstrap.ratio(np.hstack([committed, accepted]), np.hstack([steps, offered]))
     macro = np.where(sums.steps > 0, sums.committed * law.inverse_steps, np.nan)
-    forced, forced_tokens = _teacher_forced(scores, num_requests, num_draft_tokens, bootstrap)
     known = _by_request(scores.request, scores.in_vocabulary[:, :1], num_requests)
     outcomes = prefix_outcomes(scores, law)
     with_drafts = law.offered > 0
     moves = law.survival - np.pad(law.survival[:, 1:], ((0, 0), (0, 1)))
+    positions, forced_tokens = _positions(scores, law, sums, bootstrap)
     return Quality(
         num_requests=num_requests,
         num_anchors=len(scores.request),
@@ -236,64 +221,53 @@ def measure_quality(scores: AnchorScores, num_requests: int, num_draft_tokens: i
         tokens_per_step=pooled[0],
         tokens_per_step_macro=bootstrap.mean(macro),
         acceptance_rate=pooled[1],
-        positions=_positions(scores, law, sums, forced, bootstrap),
+        positions=positions,
         accepted_histogram=tuple((law.visits[with_drafts, None] * moves[with_drafts]).sum(0).tolist()),
         teacher_forced_tokens_per_step=forced_tokens,
         in_vocabulary=bootstrap.ratio(known, committed)[0],
-        calibration=expected_calibration(
-            outcomes.request, outcomes.survival, outcomes.accepted, outcomes.weight, bootstrap
-        ),
+        calibration=calibrate(outcomes.request, outcomes.survival, outcomes.accepted, bootstrap, outcomes.weight),
         num_rescored=scores.num_rescored,
     )
 
 
 def _positions(
-    scores: AnchorScores, law: LoopLaw, sums: RequestSums, forced: Sequence[TeacherForced], bootstrap: Bootstrap
-) -> tuple[PositionQuality, ...]:
-    num_draft_tokens = len(forced)
-    on_path = np.arange(num_draft_tokens) < law.judged[:, None]
-    weight = law.visits[:, None] * law.survival[:, :-1] * on_path
-    known = weight * scores.in_vocabulary[:, :num_draft_tokens]
+    scores: AnchorScores, law: LoopLaw, sums: RequestSums, bootstrap: Bootstrap
+) -> tuple[tuple[PositionQuality, ...], Estimate]:
+    """Figures of each position, and 1 + the sum of teacher-forced survival."""
+    num_draft_tokens = law.survival.shape[1] - 1
+    slot = np.arange(num_draft_tokens)
+    free = law.visits[:, None] * law.survival[:, :-1] * (slot < law.judged[:, None])
+    forced = (slot < scores.left[:, None]).astype(np.float64)
+    known, confidence = (values[:, :num_draft_tokens] for values in (scores.in_vocabulary, scores.confidence))
+    survival = np.where(forced > 0, scores.accept[:, :num_draft_tokens], 0.0).cumprod(axis=1)
 
-    def mean(values: np.ndarray, weights: np.ndarray) -> list[Estimate]:
-        weighted = np.where(weights > 0, weights * values[:, :num_draft_tokens], 0.0)
-        parts = (_by_request(scores.request, part, bootstrap.num_requests) for part in (weighted, weights))
-        return bootstrap.ratio(*parts)
+    def by_request(values: np.ndarray) -> np.ndarray:
+        return _by_request(scores.request, values, bootstrap.num_requests)
 
-    unconditional = bootstrap.ratio(sums.accepted, sums.offered)
-    conditional = bootstrap.ratio(sums.accepted, sums.reached)
-    overlap, top1 = mean(scores.overlap, weight), mean(scores.top1, weight)
-    entropy = mean(scores.cross_entropy, known)
-    confidence = mean(scores.confidence, np.where(np.isnan(scores.confidence[:, :num_draft_tokens]), 0.0, weight))
+    def mean(values: np.ndarray, weight: np.ndarray) -> list[Estimate]:
+        weighted = np.where(weight > 0, weight * values[:, :num_draft_tokens], 0.0)
+        return bootstrap.ratio(by_request(weighted), by_request(weight))
+
+    figures = {
+        "unconditional": bootstrap.ratio(sums.accepted, sums.offered),
+        "conditional": bootstrap.ratio(sums.accepted, sums.reached),
+        "one_minus_tv": mean(scores.overlap, free),
+        "cross_entropy": mean(scores.cross_entropy, free * known),
+        "top1": mean(scores.top1, free),
+        "confidence": mean(scores.confidence, np.where(np.isnan(confidence), 0.0, free)),
+        "teacher_forced_survival": mean(survival, forced),
+        "teacher_forced_one_minus_tv": mean(scores.overlap, forced),
+        "teacher_forced_cross_entropy": mean(scores.cross_entropy, forced * known),
+        "teacher_forced_top1": mean(scores.top1, forced),
+    }
     totals = np.stack([sums.offered.sum(0), sums.reached.sum(0), sums.accepted.sum(0)], axis=1).tolist()
-    return tuple(
-        PositionQuality(
-            *(i, *totals[i], unconditional[i], conditional[i], overlap[i], entropy[i], top1[i], confidence[i]),
-            forced[i],
-        )
+    positions = tuple(
+        PositionQuality(i, *totals[i], **{name: estimates[i] for name, estimates in figures.items()})
         for i in range(num_draft_tokens)
     )
-
-
-def _teacher_forced(
-    scores: AnchorScores, num_requests: int, num_draft_tokens: int, bootstrap: Bootstrap
-) -> tuple[list[TeacherForced], Estimate]:
-    """Per position, and 1 + the sum of survival."""
-    on_path = (np.arange(num_draft_tokens) < scores.left[:, None]).astype(np.float64)
-    survival = np.where(on_path > 0, scores.accept[:, :num_draft_tokens], 0.0).cumprod(axis=1)
-    count = _by_request(scores.request, on_path, num_requests)
-
-    def mean(values: np.ndarray, weight: np.ndarray = on_path) -> list[Estimate]:
-        sums = _by_request(scores.request, weight * values[:, :num_draft_tokens], num_requests)
-        return bootstrap.ratio(sums, _by_request(scores.request, weight, num_requests))
-
-    columns = [mean(values) for values in (survival, scores.overlap)]
-    columns.append(mean(scores.cross_entropy, on_path * scores.in_vocabulary[:, :num_draft_tokens]))
-    columns.append(mean(scores.top1))
-    survived = _by_request(scores.request, survival, num_requests)
-    value = 1 + divide(survived.sum(0), count.sum(0)).sum()
-    resampled = 1 + divide(bootstrap.weights @ survived, bootstrap.weights @ count).sum(1)
-    return [TeacherForced(*row) for row in zip(*columns, strict=True)], bootstrap.estimate(float(value), resampled)
+    survived, count = by_request(survival), by_request(forced)
+    tokens = bootstrap.estimates(lambda w: 1 + divide(w @ survived, w @ count).sum(1, keepdims=True))[0]
+    return positions, tokens
 
 
 @dataclass(frozen=True)

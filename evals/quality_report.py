@@ -13,42 +13,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dspark.evals.quality import QualityRow
 from dspark.evals.quality_figures import PositionQuality
 from dspark.evals.report import MISSING, number
-from dspark.evals.stats import Estimate
+from dspark.terminal import align
 
-HEADER = (
-    "drafter",
-    "data set",
-    "T",
-    "K",
-    "requests",
-    "steps",
-    "tokens/step [95%]",
-    "macro",
-    "accepted",
-    "teacher-forced",
-    "ECE [95%]",
-    "AUROC",
-    "Brier",
-)
-POSITION_LINES: tuple[tuple[str, Callable[[PositionQuality], Estimate]], ...] = (
-    ("accepted, unconditional", lambda figures: figures.unconditional),
-    ("accepted where reached", lambda figures: figures.conditional),
-    ("1 - TV", lambda figures: figures.one_minus_tv),
-    ("cross-entropy, nats", lambda figures: figures.cross_entropy),
-    ("top-1 agreement", lambda figures: figures.top1),
-    ("confidence", lambda figures: figures.confidence),
-    ("teacher-forced: survival", lambda figures: figures.teacher_forced.survival),
-    ("  1 - TV", lambda figures: figures.teacher_forced.one_minus_tv),
-    ("  cross-entropy, nats", lambda figures: figures.teacher_forced.cross_entropy),
-    ("  top-1 agreement", lambda figures: figures.teacher_forced.top1),
-)
+POSITION_LINES = {
+    "accepted, unconditional": "unconditional",
+    "accepted where reached": "conditional",
+    "1 - TV": "one_minus_tv",
+    "cross-entropy, nats": "cross_entropy",
+    "top-1 agreement": "top1",
+    "confidence": "confidence",
+    "teacher-forced: survival": "teacher_forced_survival",
+    "  1 - TV": "teacher_forced_one_minus_tv",
+    "  cross-entropy, nats": "teacher_forced_cross_entropy",
+    "  top-1 agreement": "teacher_forced_top1",
+}
 
 
 def format_quality(rows: Sequence[QualityRow]) -> str:
     """Both tables, and a line on what they rest on."""
-    cells = [HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines = [align([list(COLUMNS), *([cell(row) for cell in COLUMNS.values()] for row in rows)])]
     longest: dict[str, QualityRow] = {}
     for row in rows:
         key = f"{_label(row)}, {row.dataset} T={row.temperature:g}"
@@ -65,30 +48,34 @@ def _label(row: QualityRow) -> str:
     return f"{row.drafter} {row.variant}" if row.variant else f"{row.drafter} ({kind} head)"
 
 
-def _cells(row: QualityRow) -> tuple[str, ...]:
-    figures, calibration = row.quality, row.quality.calibration
-    return (
-        _label(row),
-        row.dataset,
-        f"{row.temperature:g}",
-        str(row.num_draft_tokens),
-        str(figures.num_requests),
-        f"{figures.num_steps:.0f}",
-        number(figures.tokens_per_step, interval=True),
-        number(figures.tokens_per_step_macro),
-        number(figures.acceptance_rate),
-        number(figures.teacher_forced_tokens_per_step),
-        number(calibration.ece, 3, interval=True) if calibration else MISSING,
-        number(calibration.auroc) if calibration else MISSING,
-        number(calibration.brier, 3) if calibration else MISSING,
-    )
+def _score(row: QualityRow, name: str, digits: int = 2, interval: bool = False) -> str:
+    """A figure of the calibration."""
+    calibration = row.quality.calibration
+    return MISSING if calibration is None else number(getattr(calibration, name), digits, interval)
+
+
+COLUMNS: dict[str, Callable[[QualityRow], str]] = {
+    "drafter": _label,
+    "data set": lambda row: row.dataset,
+    "T": lambda row: f"{row.temperature:g}",
+    "K": lambda row: str(row.num_draft_tokens),
+    "requests": lambda row: str(row.quality.num_requests),
+    "steps": lambda row: f"{row.quality.num_steps:.0f}",
+    "tokens/step [95%]": lambda row: number(row.quality.tokens_per_step, interval=True),
+    "macro": lambda row: number(row.quality.tokens_per_step_macro),
+    "accepted": lambda row: number(row.quality.acceptance_rate),
+    "teacher-forced": lambda row: number(row.quality.teacher_forced_tokens_per_step),
+    "ECE [95%]": lambda row: _score(row, "ece", 3, interval=True),
+    "AUROC": lambda row: _score(row, "auroc"),
+    "Brier": lambda row: _score(row, "brier", 3),
+}
 
 
 def _position_table(positions: Sequence[PositionQuality]) -> list[str]:
-    width = max(len(label) for label, _ in POSITION_LINES)
+    width = max(map(len, POSITION_LINES))
     lines = [f"  {'draft':<{width}}" + "".join(f"{figures.position + 1:>7}" for figures in positions)]
-    for label, figure in POSITION_LINES:
-        values = [number(figure(figures)) for figures in positions]
+    for label, name in POSITION_LINES.items():
+        values = [number(getattr(figures, name)) for figures in positions]
         if any(value != MISSING for value in values):
             lines.append(f"  {label:<{width}}" + "".join(f"{value:>7}" for value in values))
     return lines

@@ -140,9 +140,9 @@ def read_records(path: Path) -> tuple[dict[tuple[str, float, int], RequestRecord
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file so that a reader sees the old file or the new one, never a part."""
+    """Write a JSON file, dataclasses as objects, so that a reader sees the old file or the new one, never a part."""
     scratch = path.with_name(path.name + ".part")
-    scratch.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    scratch.write_text(json.dumps(value, indent=1, allow_nan=False, default=asdict) + "\n", encoding="utf-8")
     os.replace(scratch, path)
 
 

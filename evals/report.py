@@ -1,68 +1,90 @@
-"""The table of result rows that commands print, and the settings behind a row in words."""
+"""Result rows as tables, for a terminal and for a page, and the settings behind a row in words."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from dspark.evals.acceptance import INCONCLUSIVE
-from dspark.evals.compare import Comparison, paired_differences
+from dspark.evals.compare import Comparison, Run, paired_differences
 from dspark.evals.rows import PLAIN, MacroRow, ResultRow
 from dspark.evals.stats import Estimate
+from dspark.terminal import align
 
 MISSING = "-"
+HEADER = ("prompts", "temperature", "requests", "steps", "tokens per step", "per request", "acceptance rate")
 
-HEADER = (
-    "data set",
-    "T",
-    "requests",
-    "steps",
-    "tokens/step [95%]",
-    "macro",
-    "accepted",
-    "conditional per position",
-    "1 - TV per position",
-    "ECE",
-    "loops",
-)
+NamedRow = tuple[str, ResultRow | MacroRow]  # with the name of its run
 
 
-def format_table(rows: Sequence[ResultRow], macro_rows: Sequence[MacroRow] = (), markdown: bool = False) -> str:
-    """Rows as an aligned text table, or a Markdown one, followed by the settings they share in words.
-
-    Args:
-        rows: result rows, in the order to show.
-        macro_rows: means over data sets, shown below them.
-        markdown: whether to write a Markdown table.
-    """
-    cells = [HEADER, *(_cells(row) for row in rows), *(_macro_cells(row) for row in macro_rows)]
-    return "\n".join([*_aligned(cells, markdown), "", *dict.fromkeys(describe_settings(row) for row in rows)])
+def format_table(rows: Sequence[ResultRow], macro_rows: Sequence[MacroRow] = ()) -> str:
+    """Rows of one run as an aligned text table, means over data sets below, and the settings they share in words."""
+    cells = summary([("", row) for row in (*rows, *macro_rows)], in_full=False)
+    return "\n".join([align(cells), "", *dict.fromkeys(describe_settings(row) for row in rows)])
 
 
 def format_comparison(comparison: Comparison) -> str:
-    """The rows of several runs as one aligned text table, what differs between the runs, and by how much."""
-    cells = [("run", *HEADER)]
-    for run in comparison.runs:
-        cells += [(run.name, *_cells(row)) for row in run.rows]
-        cells += [(run.name, *_macro_cells(row)) for row in run.macro_rows]
-    lines = [*_aligned(cells, markdown=False), "", f"compared: {comparison.compared}"]
+    """The same for one run or several; of several also what differs between them, and by how much."""
+    runs = comparison.runs
+    if len(runs) == 1:
+        return format_table(runs[0].rows, runs[0].macro_rows)
+    lines = [align(summary(named_rows(runs), in_full=False)), "", f"compared: {comparison.compared}"]
     for name, values in comparison.fields.items():
-        pairs = (f"{json.dumps(value)} ({run.name})" for run, value in zip(comparison.runs, values, strict=True))
+        pairs = (f"{json.dumps(value)} ({run.name})" for run, value in zip(runs, values, strict=True))
         lines.append(f"  {name}: {', '.join(pairs)}")
-    for d in paired_differences(comparison.runs):
+    for d in paired_differences(runs):
         lines.append(
             f"{d.run} against {d.baseline}, {d.dataset} T={d.temperature:g}, same requests: "
             f"{number(d.tokens_per_step, interval=True)} tokens/step more, ratio {number(d.ratio, interval=True)}"
         )
-    notes = dict.fromkeys(f"{run.name}: {describe_settings(row)}" for run in comparison.runs for row in run.rows)
+    notes = dict.fromkeys(f"{run.name}: {describe_settings(row)}" for run in runs for row in run.rows)
     return "\n".join([*lines, "", *notes])
 
 
-def _aligned(cells: Sequence[tuple[str, ...]], markdown: bool) -> list[str]:
-    if markdown:
-        lines = ["| " + " | ".join(line) + " |" for line in cells]
-        return [lines[0], "|" + " --- |" * len(cells[0]), *lines[1:]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+def named_rows(runs: Sequence[Run]) -> list[NamedRow]:
+    """Every row of every run, and behind them the run's means over data sets."""
+    return [(run.name, row) for run in runs for row in (*run.rows, *run.macro_rows)]
+
+
+def summary(rows: Sequence[NamedRow], in_full: bool) -> list[list[str]]:
+    """Header and cells; the first column names the run if there are several.
+
+    Args:
+        rows: in the order to show.
+        in_full: with the interval of every figure, for a page that gives the positions their own tables; else with the
+            interval of tokens per step alone, and the rates of all positions in one cell.
+    """
+    positions = [] if in_full else ["conditional per position", "1 - TV per position"]
+    lines = [["run", *HEADER, *positions, "ECE", "loops"]]
+    lines += [[name, *_cells(row, in_full)] for name, row in rows]
+    return without_single_run(lines)
+
+
+def without_single_run(lines: list[list[str]]) -> list[list[str]]:
+    """The first column, behind its header the name of a run in each line, goes where all are the same."""
+    return lines if len({line[0] for line in lines[1:]}) > 1 else [line[1:] for line in lines]
+
+
+def _cells(row: ResultRow | MacroRow, in_full: bool) -> list[str]:
+    if isinstance(row, MacroRow):
+        figures: Any = row
+        name, counts, loops = f"mean of {len(row.datasets)} sets", ["", ""], ""
+    else:
+        figures, name = row.acceptance, row.dataset if row.domain is None else f"{row.dataset}: {row.domain}"
+        counts = [str(figures.num_requests), str(figures.num_steps)]
+        loops = MISSING if row.repetition.value is None else f"{row.repetition.value:.0%}"
+    nothing_drafted = isinstance(row, ResultRow) and figures.label == INCONCLUSIVE
+    by_position = [] if in_full else [figures.conditional, figures.expected]
+    return [
+        name,
+        f"{row.temperature:g}",
+        *counts,
+        number(figures.tokens_per_step, interval=True),
+        number(figures.tokens_per_step_macro, interval=in_full),
+        row.label if nothing_drafted else number(figures.acceptance_rate, interval=in_full),
+        *(" ".join(map(number, rates)) or MISSING for rates in by_position),
+        number(figures.ece, 3, interval=in_full),
+        loops,
+    ]
 
 
 def describe_settings(row: ResultRow) -> str:
@@ -96,40 +118,6 @@ def _backend(settings: dict[str, Any]) -> str:
     if not backend["not_reported"]:
         return ""
     return f"; by {backend['name']}, which does not report {' and '.join(backend['not_reported'])}"
-
-
-def _cells(row: ResultRow) -> tuple[str, ...]:
-    figures = row.acceptance
-    drafted = figures.label != INCONCLUSIVE
-    return (
-        row.dataset,
-        f"{row.temperature:g}",
-        str(figures.num_requests),
-        str(figures.num_steps),
-        number(figures.tokens_per_step, interval=True),
-        number(figures.tokens_per_step_macro),
-        number(figures.acceptance_rate) if drafted else row.label,
-        " ".join(number(rates.conditional) for rates in figures.positions) or MISSING,
-        " ".join(number(rates.expected) for rates in figures.positions) or MISSING,
-        number(figures.calibration.ece, digits=3) if figures.calibration else MISSING,
-        f"{row.repetition.value:.0%}" if row.repetition.value is not None else MISSING,
-    )
-
-
-def _macro_cells(row: MacroRow) -> tuple[str, ...]:
-    return (
-        f"mean of {len(row.datasets)}",
-        f"{row.temperature:g}",
-        "",
-        "",
-        number(row.tokens_per_step, interval=True),
-        number(row.tokens_per_step_macro),
-        number(row.acceptance_rate),
-        " ".join(map(number, row.conditional)) or MISSING,
-        " ".join(map(number, row.expected)) or MISSING,
-        number(row.ece, digits=3),
-        "",
-    )
 
 
 def number(estimate: Estimate, digits: int = 2, interval: bool = False) -> str:

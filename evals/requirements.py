@@ -14,35 +14,23 @@ Two commands that use it:
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dspark.evals.quality import QualityRow
 from dspark.evals.quality_figures import PositionQuality, Quality
 from dspark.evals.stats import Estimate
 
-UNDEFINED = Estimate(None)
-FIGURES: dict[str, Callable[[Quality], Estimate]] = {
-    "tokens_per_step": lambda quality: quality.tokens_per_step,
-    "tokens_per_step_macro": lambda quality: quality.tokens_per_step_macro,
-    "acceptance_rate": lambda quality: quality.acceptance_rate,
-    "teacher_forced_tokens_per_step": lambda quality: quality.teacher_forced_tokens_per_step,
-    "ece": lambda quality: quality.calibration.ece if quality.calibration else UNDEFINED,
-    "auroc": lambda quality: quality.calibration.auroc if quality.calibration else UNDEFINED,
-    "brier": lambda quality: quality.calibration.brier if quality.calibration else UNDEFINED,
-}
-POSITION_FIGURES: dict[str, Callable[[PositionQuality], Estimate]] = {
-    "unconditional": lambda figures: figures.unconditional,
-    "conditional": lambda figures: figures.conditional,
-    "one_minus_tv": lambda figures: figures.one_minus_tv,
-    "cross_entropy": lambda figures: figures.cross_entropy,
-    "top1": lambda figures: figures.top1,
-    "teacher_forced_survival": lambda figures: figures.teacher_forced.survival,
-    "teacher_forced_one_minus_tv": lambda figures: figures.teacher_forced.one_minus_tv,
-    "teacher_forced_cross_entropy": lambda figures: figures.teacher_forced.cross_entropy,
-    "teacher_forced_top1": lambda figures: figures.teacher_forced.top1,
-}
+
+def _estimates(figures: type) -> tuple[str, ...]:
+    """Names of the fields of a dataclass that are figures with intervals."""
+    return tuple(field.name for field in fields(figures) if field.type is Estimate)
+
+
+CALIBRATION_FIGURES = ("ece", "auroc", "brier")
+FIGURES = (*_estimates(Quality), *CALIBRATION_FIGURES)
+POSITION_FIGURES = _estimates(PositionQuality)
 OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 PATTERN = re.compile(
     r"\s*(?P<name>\w+)(?:\[(?P<position>\w+)\])?(?:\.(?P<bound>\w+))?\s*(?P<operator>>=|<=|>|<)\s*(?P<number>\S+)\s*"
@@ -63,11 +51,10 @@ class Requirement:
 
     def figure(self, quality: Quality) -> float | None:
         """What the requirement is about, or None where it is not defined."""
-        if self.position is None:
-            estimate = FIGURES[self.name](quality)
-        else:
-            estimate = POSITION_FIGURES[self.name](quality.positions[self.position - 1])
-        value: float | None = getattr(estimate, self.bound)
+        figures: Any = quality if self.position is None else quality.positions[self.position - 1]
+        if self.name in CALIBRATION_FIGURES:
+            figures = quality.calibration
+        value: float | None = None if figures is None else getattr(getattr(figures, self.name), self.bound)
         return value
 
     def met_by(self, value: float) -> bool:
@@ -83,10 +70,6 @@ class Outcome:
     met: bool
     worst: float | None
     line: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def parse_requirement(text: str) -> Requirement:

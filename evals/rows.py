@@ -83,10 +83,6 @@ class MacroRow:
     conditional: tuple[Estimate, ...]
     expected: tuple[Estimate, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
-
 
 def make_row(records: Sequence[RequestRecord], settings: dict[str, Any], timing: Timing = NOT_TIMED) -> ResultRow:
     """Compute the figures of one data set at one temperature.

@@ -30,16 +30,12 @@ class Estimate:
     """A figure with its bootstrap interval.
 
     `value` is None where the data do not define it (nothing was offered, say). `low` and `high` are None then, and
-    where there are fewer than two requests, from which no spread can be seen.
+    where there are fewer than two requests, from which no spread can be seen. There is no NaN, which JSON lacks.
     """
 
     value: float | None
     low: float | None = None
     high: float | None = None
-
-    def to_dict(self) -> dict[str, float | None]:
-        """The three numbers under their names, None for what is undefined (JSON has no NaN)."""
-        return {"value": self.value, "low": self.low, "high": self.high}
 
 
 class Bootstrap:

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+from itertools import zip_longest
 from pathlib import Path
 
 from kda_laws import FOLLOW_UP_TOKENS, LONG_TEXT, MAX_TOKENS, WINDOW_DRAFTS, GateCheck, prompts
@@ -114,7 +115,7 @@ def watch_commits() -> list[int]:
 def acceptance(llm) -> list[float]:
     """Steps with drafts so far, and how many of them accepted the draft at each position."""
     counts: dict[str, float] = {}
-    positions = [0.0] * WINDOW_DRAFTS
+    positions: list[float] = []
     for metric in llm.get_metrics():
         if metric.name == "vllm:spec_decode_num_drafts":
             counts["drafts"] = metric.value
@@ -123,13 +124,13 @@ def acceptance(llm) -> list[float]:
     return [counts.get("drafts", 0.0), *positions]
 
 
-def run(llm, texts: list[list[int]], temperature: float, lengths=None) -> dict:
-    """Generate, and report tokens, cached tokens, seconds and what was accepted."""
+def run(llm, texts: list[list[int]], temperature: float, lengths=None, first_seed: int = 100) -> dict:
+    """Generate, the i-th text with seed first_seed + i; tokens, cached tokens, seconds and what was accepted."""
     from vllm import SamplingParams
 
     before, start = acceptance(llm), time.perf_counter()
     params = [
-        SamplingParams(max_tokens=n, temperature=temperature, seed=100 + i, ignore_eos=True, detokenize=False)
+        SamplingParams(max_tokens=n, temperature=temperature, seed=first_seed + i, ignore_eos=True, detokenize=False)
         for i, n in enumerate(lengths or MAX_TOKENS)
     ]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in texts], params, use_tqdm=False)
@@ -138,7 +139,7 @@ def run(llm, texts: list[list[int]], temperature: float, lengths=None) -> dict:
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
         "cached": [o.num_cached_tokens or 0 for o in outputs],
         "seconds": time.perf_counter() - start,
-        "accepted": [a - b for a, b in zip(acceptance(llm), before, strict=True)],
+        "accepted": [a - b for a, b in zip_longest(acceptance(llm), before, fillvalue=0.0)],
     }
 
 

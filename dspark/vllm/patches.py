@@ -188,10 +188,11 @@ def _patch_v2_configuration() -> None:
 
 
 def _patch_v2_runner_choice() -> None:
-    """7. Where a worker chooses the V2 runner, that runner builds our speculator and our rejection sampler.
+    """7. Where a worker chooses the V2 runner, that runner builds our speculator and our rejection sampler, and adaptive
+    verification reckons with the time of whole steps.
 
-    The runner's module has both under names of its own, which are replaced by functions that fall back to vLLM's for
-    everything that is not ours. Only workers have `gpu_worker` imported when they ask; other processes ask too, and
+    The runner's module has all three under names of its own, which are replaced by functions that fall back to vLLM's
+    for everything that is not ours. Only workers have `gpu_worker` imported when they ask; other processes ask too, and
     need not import a runner for it.
     """
     vllms_own = VllmConfig.use_v2_model_runner.fget
@@ -218,6 +219,9 @@ def patch_v2_runner_module() -> None:
         return
     setattr(module, _MARK, True)
     from dspark.vllm.v2 import make_rejection_sampler, make_speculator
+    from dspark.vllm.v2_adaptive import make_manager
 
     module.init_speculator = partial(make_speculator, module.init_speculator)
     module.RejectionSampler = partial(make_rejection_sampler, module.RejectionSampler)
+    name = "maybe_create_adaptive_verification_manager"
+    setattr(module, name, partial(make_manager, getattr(module, name)))

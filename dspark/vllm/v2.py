@@ -61,6 +61,8 @@ class Speculator(DSparkSpeculator):
         with _our_architecture(self.draft_model_config.hf_config):
             model = super().load_draft_model(target_model, target_attn_layer_names)
         self.draft_logits = cache
+        if self.plan.options.check_ranks and model.markov_head is not None:
+            check_ranks_agree("the Markov head's weights", digests(model.markov_head))
         kernels = ""
         if self.store is not None:
             self.chain = Chain(model, self.plan, self.store, adaptive=self.use_confidence_head)
@@ -155,10 +157,10 @@ def make_rejection_sampler(
 
 
 def check_ranks_agree(what: str, tokens: torch.Tensor) -> None:
-    """Compare a step's tokens [R, n] over the tensor-parallel ranks; waits for the device.
+    """Compare `tokens` [R, n] (or other numbers) over the tensor-parallel ranks; waits for the device.
 
     Raises:
-        RuntimeError: they differ; the request and both rows are named.
+        RuntimeError: they differ; both rows are named.
     """
     group = get_tp_group()
     if group.world_size == 1:
@@ -168,9 +170,16 @@ def check_ranks_agree(what: str, tokens: torch.Tensor) -> None:
     if len(different):
         rank, row = different[0].tolist()
         raise RuntimeError(
-            f"dspark: {what} differ between tensor-parallel ranks: request {row} has {everyone[0, row].tolist()} on"
-            f" rank 0 and {everyone[rank, row].tolist()} on rank {rank}. The ranks' caches no longer hold the same text"
+            f"dspark: {what} differ between tensor-parallel ranks: row {row} is {everyone[0, row].tolist()} on"
+            f" rank 0 and {everyone[rank, row].tolist()} on rank {rank}. The ranks no longer compute the same text"
         )
+
+
+def digests(module: nn.Module) -> torch.Tensor:
+    """[parameters, 2] int64: size of each and the bits of its sum, which two tensors hardly share by chance."""
+    sums = torch.stack([each.detach().double().sum() for each in module.parameters()])
+    sizes = torch.tensor([each.numel() for each in module.parameters()], device=sums.device)
+    return torch.stack([sizes, sums.view(torch.int64)], dim=1)
 
 
 @contextmanager

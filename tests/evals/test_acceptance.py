@@ -1,6 +1,7 @@
 """Acceptance figures against cases counted by hand."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_no_requests_at_all():
 
 def test_figures_are_plain_json():
     figures = measure_acceptance([[step(2, 1, accept_probs=(0.5, 0.5), confidence=(0.5, 0.5))], []])
-    assert json.loads(json.dumps(figures.to_dict(), allow_nan=False))["num_steps"] == 1
+    assert json.loads(json.dumps(asdict(figures), allow_nan=False))["num_steps"] == 1
 
 
 @pytest.mark.parametrize(
