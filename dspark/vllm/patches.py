@@ -188,8 +188,8 @@ def _patch_v2_configuration() -> None:
 
 
 def _patch_v2_runner_choice() -> None:
-    """7. Where a worker chooses the V2 runner, that runner builds our speculator and our rejection sampler, and adaptive
-    verification reckons with the time of whole steps.
+    """7. Where a worker chooses the V2 runner, that runner builds our speculator and our rejection sampler, and its
+    adaptive verification reckons with the time of whole steps.
 
     The runner's module has all three under names of its own, which are replaced by functions that fall back to vLLM's
     for everything that is not ours. Only workers have `gpu_worker` imported when they ask; other processes ask too, and
