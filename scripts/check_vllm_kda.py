@@ -80,20 +80,11 @@ def engine_options(name: str, folder: Path) -> dict:
 
 
 def make_engine(name: str, folder: Path):
-    """The engine of a name. Kernels are compiled when they are first used, not ahead of that, and in one configuration.
-
-    vLLM's switch for the first would leave its workspace at 0 bytes too, since only the warm-up's steps give it its
-    size. Trying the hundred configurations of the prefill kernels takes longer than everything else here, and two
-    engines may choose differently.
-    """
-    from triton.runtime.autotuner import Autotuner
+    """The engine of a name."""
+    from side_by_side import start_quickly
     from vllm import LLM
-    from vllm.model_executor.warmup import jit_warmup, kernel_warmup
 
-    jit_warmup.JitWarmupRegistry.warmup = lambda self: None
-    kernel_warmup.kimi_k3_triton_warmup = lambda worker: None
-    all_configurations = Autotuner.prune_configs
-    Autotuner.prune_configs = lambda self, kwargs: all_configurations(self, kwargs)[:1]
+    start_quickly()
     return LLM(**engine_options(name, folder))
 
 

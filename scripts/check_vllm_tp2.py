@@ -65,7 +65,7 @@ def engine_options(args: argparse.Namespace, pair: str, mode: str, tp: int) -> d
     }
     if args.graphs:  # as much as is needed to run in graphs, and no torch.compile, which takes most of a start
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        options["kernel_config"] = {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}
+        options["kernel_config"] = {"enable_flashinfer_autotune": False}
     if mode != "plain":
         options["speculative_config"] = {
             "method": "dspark",
@@ -99,12 +99,13 @@ def prompts_of(pair: str, target: str) -> list[list[int]]:
 def serve(args: argparse.Namespace) -> None:
     """A child: one engine, its runs as a line of JSON."""
     from check_vllm_kda import run, write_whole
-    from side_by_side import answers
+    from side_by_side import answers, start_quickly
     from vllm import LLM
 
     kept, started = answers(), time.perf_counter()
     pair, mode, tp = args.engine.split("/")
     result: dict[str, Any] = {}
+    start_quickly()
     try:
         llm = LLM(**engine_options(args, pair, mode, int(tp)))
     except REFUSALS as error:
@@ -164,7 +165,9 @@ def run_all(args: argparse.Namespace) -> bool:
         for pair, mode, tp in args.engines:
             passed_on = ["--engine", f"{pair}/{mode}/{tp}", "--folder", scratch, *args.passed_on]
             jobs.append(Job(f"{pair}-{mode}-tp{tp}", passed_on, tp, mode != "plain"))
-        for index, result in run_jobs(__file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit):
+        for index, result in run_jobs(
+            __file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit, at_once=args.at_once
+        ):
             pair, mode, tp = args.engines[index]
             if "error" in result:
                 (Path(scratch) / f"{pair}-{mode}-{tp}.failed").touch()
@@ -273,6 +276,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", help="folder of the default target; without it that pair is left out")
     parser.add_argument("--drafter", help="folder of its drafter; the embedded one if left out")
     parser.add_argument("--graphs", action="store_true", help="in CUDA graphs")
+    parser.add_argument("--at-once", type=int, default=9, help="most engines at a time; more than there are plain ones")
     parser.add_argument("--limit", type=float, default=240, help="seconds until what still runs is stopped")
     parser.add_argument("--out", type=Path, default=Path("check_vllm_tp.json"))
     parser.add_argument("--logs", type=Path, default=Path("check_vllm_tp_logs"))

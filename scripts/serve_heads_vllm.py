@@ -218,13 +218,15 @@ def last_line(error: BaseException) -> str:
 
 def serve_one(args: argparse.Namespace) -> dict[str, Any]:
     """Start an engine ("plain" without drafter), and generate greedily and at temperature 1."""
-    from side_by_side import ENGINE_OPTIONS, generate
+    from side_by_side import ENGINE_OPTIONS, generate, start_quickly
     from vllm import LLM
+
+    start_quickly()
 
     options: dict[str, Any] = {"enforce_eager": not args.graphs}
     if args.graphs:  # as much as is needed to run in graphs, and no torch.compile, which takes most of a start
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        options["kernel_config"] = {"enable_jit_warmup": False, "enable_flashinfer_autotune": False}
+        options["kernel_config"] = {"enable_flashinfer_autotune": False}
     head, _, variant = args.engine.partition("+")
     if head != "plain":
         options["speculative_config"] = {
@@ -312,6 +314,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--variants", default="gated+topk,gated+fp8", help="plug-in on, in CUDA graphs")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--gpus", type=int, default=1, help="spread the engines over so many")
+    parser.add_argument("--at-once", type=int, default=8, help="most engines at a time")
     parser.add_argument("--limit", type=float, default=240, help="seconds until what still runs is stopped")
     parser.add_argument("--out", help="append the runs to this file, one line of JSON each")
     parser.add_argument("--logs", type=Path, default=Path("serve_heads_logs"))
@@ -329,9 +332,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 def engines(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
     """(head, plug-in, in graphs) of every engine; those that matter most come first."""
     chosen = [("plain", "on", False)]
-    chosen += [(name, plugin, False) for name in args.off_heads for plugin in ("on", "off")]
-    chosen += [(name, "on", False) for name in args.heads if name not in args.off_heads]
-    return chosen + [(name, "on", True) for name in args.graph_heads]
+    chosen += [(name, "on", False) for name in args.heads]
+    chosen += [(name, "on", True) for name in args.graph_heads]
+    return chosen + [(name, "off", False) for name in args.off_heads]
 
 
 def main() -> None:
@@ -350,12 +353,14 @@ def main() -> None:
         for name in args.heads:
             write_drafter(folder / name, name, target)
         jobs = []
-        for index, (name, plugin, graphs) in enumerate(chosen):
+        for name, plugin, graphs in chosen:
             passed_on = ["--engine", name, "--dtype", args.dtype, "--folder", scratch, *(["--graphs"] * graphs)]
             label = f"{name}-{plugin}{'-graphs' * graphs}"
-            jobs.append(Job(label, passed_on, plugin=plugin == "on", nice=min(index, 15)))
+            jobs.append(Job(label, passed_on, plugin=plugin == "on"))
         print(HEADER, flush=True)
-        for index, result in run_jobs(__file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit):
+        for index, result in run_jobs(
+            __file__, jobs, gpus=args.gpus, logs=args.logs, limit_s=args.limit, at_once=args.at_once
+        ):
             name, plugin, graphs = chosen[index]
             runs.append({"head": name, "plugin": plugin, "graphs": graphs} | result)
             if args.out:

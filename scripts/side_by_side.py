@@ -1,8 +1,8 @@
 """Run vLLM engines side by side, each in a process of its own, spread over the GPUs; for the check programs.
 
 A child gets the arguments of its job, and prints one line of JSON on stdout when it is done; vLLM's own output goes to
-a log. All children start at once, since most of an engine's start is work for the CPU. A child that does not end in
-time is stopped with everything that it started.
+a log. As many children start at once as the CPUs can take, since most of an engine's start is work for them. A child
+that does not end in time is stopped with everything that it started.
 """
 
 import json
@@ -31,54 +31,59 @@ class Job:
         arguments: of the program that runs again as the child.
         num_gpus: how many it takes.
         plugin: whether the DSpark plug-in is loaded.
-        nice: how much it gives way to the others while all of them start.
     """
 
     name: str
     arguments: Sequence[str]
     num_gpus: int = 1
     plugin: bool = True
-    nice: int = 0
 
 
-def run_jobs(program: str, jobs: Sequence[Job], *, gpus: int, logs: Path, limit_s: float) -> Iterator[tuple[int, Any]]:
-    """Run all jobs at once.
+def run_jobs(
+    program: str, jobs: Sequence[Job], *, gpus: int, logs: Path, limit_s: float, at_once: int
+) -> Iterator[tuple[int, Any]]:
+    """Run all jobs, `at_once` of them at a time, the first ones first.
 
     Args:
         program: path of the script.
         jobs: what runs.
         gpus: GPUs to spread one-GPU jobs over; 0 leaves the choice to CUDA.
         logs: folder for a log of each.
-        limit_s: seconds after which what still runs is stopped.
+        limit_s: seconds after which what still runs is stopped, and nothing is started any more.
+        at_once: most jobs at a time.
 
     Yields:
         Index of a job that ended, and what the child printed; {"error": ...} where it printed nothing.
     """
     logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + limit_s
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        running = {}
-        for index, job in enumerate(jobs):
-            environment = os.environ | {"VLLM_PLUGINS": "dspark" if job.plugin else "", "OMP_NUM_THREADS": "1"}
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process less for each
-            if gpus and job.num_gpus == 1:
-                environment["CUDA_VISIBLE_DEVICES"] = str(index % gpus)
-            log = logs / f"{job.name}.log"
-            child = subprocess.Popen(
-                ["nice", "-n", str(job.nice), sys.executable, program, *job.arguments],
-                stdout=subprocess.PIPE,
-                stderr=log.open("w"),
-                env=environment,
-                start_new_session=True,
-                text=True,
-            )
-            running[pool.submit(_result, child, log, deadline)] = index
+    with ThreadPoolExecutor(at_once) as pool:
+        running = {
+            pool.submit(_run, program, job, str(index % gpus) if gpus else None, logs, deadline): index
+            for index, job in enumerate(jobs)
+        }
         for future in as_completed(running):
             yield running[future], future.result()
 
 
-def _result(child: subprocess.Popen, log: Path, deadline: float) -> Any:
-    """The child's line, or why there is none."""
+def _run(program: str, job: Job, gpu: str | None, logs: Path, deadline: float) -> Any:
+    """One child: its line, or why there is none."""
+    if time.monotonic() > deadline:
+        return {"error": "not started within the time limit"}
+    environment = os.environ | {"VLLM_PLUGINS": "dspark" if job.plugin else "", "OMP_NUM_THREADS": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process less for each
+    if gpu is not None and job.num_gpus == 1:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    log = logs / f"{job.name}.log"
+    with log.open("w") as stream:
+        child = subprocess.Popen(
+            [sys.executable, program, *job.arguments],
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            env=environment,
+            start_new_session=True,
+            text=True,
+        )
     try:
         output, _ = child.communicate(timeout=max(deadline - time.monotonic(), 1.0))
     except subprocess.TimeoutExpired:
@@ -93,6 +98,22 @@ def _result(child: subprocess.Popen, log: Path, deadline: float) -> Any:
 
 def _tail(log: Path, lines: int) -> str:
     return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])[-600:]
+
+
+def start_quickly() -> None:
+    """Have vLLM compile kernels when they are first used, not ahead of that, and in one configuration each.
+
+    vLLM's switch for the first would leave its workspace at 0 bytes too, since only the warm-up's steps give it its
+    size. Trying the hundred configurations of KDA's prefill kernels takes longer than everything else, and two engines
+    may choose differently.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from vllm.model_executor.warmup import jit_warmup, kernel_warmup
+
+    jit_warmup.JitWarmupRegistry.warmup = lambda self: None
+    kernel_warmup.kimi_k3_triton_warmup = lambda worker: None
+    all_configurations = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, kwargs: all_configurations(self, kwargs)[:1]
 
 
 def answers() -> Any:
