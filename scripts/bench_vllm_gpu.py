@@ -6,15 +6,17 @@
 
 One engine for each mode, with CUDA graphs, each in a process of its own; all stay up, and only one is asked at a time,
 so that the modes take turns: for every concurrency and temperature, repeat by repeat, the modes one after the other.
-An engine gets as many requests at once as the concurrency says; at 1, four of them one after another. Prefill, the
-scheduler and the answer's way back are in the time; the text is not (token ids are compared).
+An engine gets as many requests at once as the concurrency says, and when all have ended as many again, 12 requests at
+least (the first run of each warms up, with fewer). Prefill, the scheduler and the answer's way back are in the time;
+the text is not (token ids are compared). Sampled requests have other seeds in every repeat, the same in all modes.
 
 Modes: plain; stock (vLLM's DSpark, plug-in off), stock-topk, stock-adaptive; ours, ours-topk, ours-fp8 (W2 in 8
 bits), ours-adaptive (adaptive verification by the confidence head). MODE@K drafts K tokens whatever --num-draft-tokens
 says: `ours@2,ours@4,ours@8,ours-adaptive` sets scheduling against fixed lengths, and the table is followed by adaptive
 rates over the best fixed one of the same repeat.
 Every run is appended to --out as one line of JSON, and is not repeated when the program is started again. Tokens per
-step are vLLM's counters, 1 + accepted / steps over the run. At temperature 0 outputs are compared with the plain ones;
+step are vLLM's counters, 1 + accepted / steps over the run, and the time of a step is that of the run over its steps,
+so that speed and luck in acceptance can be told apart. At temperature 0 outputs are compared with the plain ones;
 two runs of one model may differ where two tokens are nearly equal, in bfloat16 above all, so the table says how many
 requests are equal and where the others first differ.
 """
@@ -34,7 +36,7 @@ from typing import Any
 
 MODES = ("plain", "stock", "stock-topk", "stock-adaptive", "ours", "ours-topk", "ours-fp8", "ours-adaptive")
 DEFAULT_MODES = "plain,stock,ours,ours-topk"
-MIN_REQUESTS = 4
+MIN_REQUESTS = 12
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
 
@@ -87,9 +89,9 @@ def serve_commands(args: argparse.Namespace) -> None:
 def run_once(llm: Any, params_class: Any, prompts: list[Any], job: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     """One run: token ids of every request, seconds, and what the counters grew by."""
     width = job["concurrency"]
-    count = max(width, MIN_REQUESTS)
+    count = max(2 * width, MIN_REQUESTS) if job["repeat"] else max(width, 2)
     chosen = [prompts[i % len(prompts)] for i in range(count)]
-    first_seed = 1000 * (1 + job["repeat"])
+    first_seed = 1000 * job["repeat"]
     options = {"temperature": job["temperature"], "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
     params = [params_class(seed=first_seed + i, **options) for i in range(count)]
     before = counters(llm)
@@ -216,7 +218,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             count = sum(map(len, result["tokens"]))
             run = {"mode": mode} | job | {"rate": count / result["seconds"], "count": count} | result
             run["tokens_per_step"] = 1 + run["accepted"] / run["steps"] if run["steps"] else 1.0
-            if run["temperature"] or done_equal(done, run):
+            engine_steps = (run["steps"] or count) / run["concurrency"]
+            run["ms_a_step"] = 1e3 * run["seconds"] / engine_steps
+            if run["temperature"] or not run["repeat"] or done_equal(done, run):
                 run["tokens"] = None
             done.append(run)
             with out.open("a", encoding="utf-8") as file:
@@ -237,7 +241,7 @@ def done_equal(done: Sequence[dict[str, Any]], run: dict[str, Any]) -> bool:
 
 
 def tokens_of(runs: Sequence[dict[str, Any]], run: dict[str, Any]) -> list[list[int]] | None:
-    """The run's tokens, which stand in the first repeat that gave them; None of a sampled run."""
+    """The run's tokens, which stand in the first repeat that gave them; None of sampled and of warming runs."""
     return next((other["tokens"] for other in runs if key_of(other)[:3] == key_of(run)[:3] and other["tokens"]), None)
 
 
@@ -258,8 +262,9 @@ def first_differences(tokens: Sequence[list[int]], reference: Sequence[list[int]
 def table(runs: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     """Markdown: a row for each temperature, concurrency and mode."""
     lines = [
-        "| T | concurrency | mode | tokens/s, median (lowest to highest) | vs plain | tokens a step | equal to plain |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| T | concurrency | mode | tokens/s, median (lowest to highest) | vs plain | tokens a step | ms a step "
+        "| equal to plain |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for temperature in args.temperature:
         for concurrency in args.concurrency:
@@ -281,7 +286,7 @@ def table(runs: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
                 steps = statistics.mean(run["tokens_per_step"] for run in chosen)
                 lines.append(
                     f"| {temperature:g} | {concurrency} | {mode} | {rate:.0f} ({min(rates):.0f} to {max(rates):.0f}) |"
-                    f" {ratio} | {steps:.2f} | {equal} |"
+                    f" {ratio} | {steps:.2f} | {statistics.median(r['ms_a_step'] for r in chosen):.2f} | {equal} |"
                 )
     return "\n".join(lines)
 
