@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dspark.rollback import RING_ROWS
+from dspark.rollback import ring_capacity
 
 Scheme = Literal["snapshots", "fold", "ring"]
 SCHEMES: tuple[Scheme, ...] = ("snapshots", "fold", "ring")
@@ -127,7 +127,7 @@ def recurrent_memory(sizes: RecurrentSizes, num_draft_tokens: int, scheme: Schem
     window, history = num_draft_tokens + 1, sizes.conv_width - 1
     if scheme == "snapshots":  # a page must hold the history behind any of the window's positions
         return RecurrentMemory(window * sizes.state, 0, window * (history + num_draft_tokens) * sizes.column)
-    rows = max(RING_ROWS, 2 * window) if scheme == "ring" else window
+    rows = ring_capacity(window) if scheme == "ring" else window
     return RecurrentMemory(sizes.state, rows * sizes.record, (history + window) * sizes.column)
 
 

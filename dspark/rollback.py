@@ -1,7 +1,8 @@
 """Undoing rejected drafts in every kind of state that a target keeps, in one `advance`.
 
     attention layers       rows of rejected tokens stay behind the committed length and are overwritten (`RaggedKV`)
-    KDA layers             one checkpoint and the inputs of recent tokens (`RecurrentState`); rejecting moves a cursor
+    KDA layers             one checkpoint and the inputs of recent tokens (`RecurrentState`); rejecting moves a cursor,
+                           and a ring that is full folds what it holds, all layers in one launch, before the next step
     short convolutions     a ring of recent inputs; the same cursor movement
 
 `verify` records and never touches what is committed; `advance` is the only writer. A step that keeps no row of a
@@ -16,14 +17,19 @@ import torch
 from dspark.cache import RaggedKV
 from dspark.kernels.conv_window import conv_window
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
-from dspark.kernels.kda_commit import kda_commit
+from dspark.kernels.kda_chunk import MAX_TOKENS
+from dspark.kernels.kda_commit import kda_commit, kda_fold_held
 from dspark.kernels.kda_prefill import kda_prefill
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify
 
-# With eight drafts there are about four steps between folds. Beyond 40 rows, reading the records costs more than the
-# folds that they save.
-RING_ROWS = 32
+
+def ring_capacity(window: int) -> int:
+    """Rows of a ring for steps of up to `window` tokens: a window behind all that a step can start with.
+
+    More is of no use: records that the chunk kernel cannot take together with a window are folded (`RingCursor`).
+    """
+    return window + max(window, MAX_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class RecurrentState:
         ]
         self._table: LayerTable | None = None  # of `layers`, made when first needed
         self._rows: Rows | None = None  # of the pass under way
+        self._planned: Rows | None = None  # the same before its fold, by which the cursor advances
         self._fresh = False  # that pass is a prefill
         self._limits: list[int] = []  # its tokens by row, on the host
 
@@ -119,13 +126,18 @@ class RecurrentState:
         if num_tokens > self.window:
             self._widen(num_tokens)
         num_rows, self._limits = torch.full_like(slots, num_tokens), [num_tokens] * len(self.slots)
-        self._rows = self.cursor.plan(slots, num_rows) if self.defer_folds else Rows.current(slots, num_rows)
+        if not self.defer_folds:
+            self._rows = Rows.current(slots, num_rows)
+            return
+        self._rows = self._planned = self.cursor.plan(slots, num_rows)
+        if self._planned.fold.is_cuda or self._planned.fold.any():  # a GPU is not waited for
+            self._rows = kda_fold_held(self._layer_table(), self._planned)
 
     def _settle(self) -> None:
-        """Close a pass that was abandoned: what it recorded is dropped, a fold that it did stays done."""
-        if self._rows is not None and not self._fresh and self.defer_folds:
-            self.cursor.advance(self._rows, torch.zeros_like(self._rows.num_rows))
-        self._rows, self._fresh = None, False
+        """Close a pass that was abandoned: what it recorded is dropped, the fold before it stays done."""
+        if self._planned is not None:
+            self.cursor.advance(self._planned, torch.zeros_like(self._planned.num_rows))
+        self._rows, self._planned, self._fresh = None, None, False
 
     def convolve(self, layer: int, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The short convolution of this pass: inputs [B, T, C] and weight [C, W] to [B, T, C]."""
@@ -177,11 +189,11 @@ class RecurrentState:
             self.conv_cursor[rows.slots] = history % self.rings[0].shape[1]
         else:
             self.conv_cursor[rows.slots] = (self.conv_cursor[rows.slots] + counts) % self.rings[0].shape[1]
-            if self.defer_folds:
-                self.cursor.advance(rows, counts)
+            if self._planned is not None:
+                self.cursor.advance(self._planned, counts)
             else:
                 kda_commit(self._layer_table(), rows, counts)
-        self._rows, self._fresh = None, False
+        self._rows, self._planned, self._fresh = None, None, False
 
     def fold(self) -> None:
         """Write the held records of every request into its checkpoint, so that the checkpoint alone is its state."""
@@ -206,7 +218,7 @@ class RecurrentState:
     def _widen(self, window: int) -> None:
         """Make room for steps of `window` tokens."""
         self.fold()
-        capacity = max(RING_ROWS, 2 * window) if self.defer_folds else window
+        capacity = ring_capacity(window) if self.defer_folds else window
         self._allocate(self.num_slots, window, capacity)
 
     def _allocate(self, num_slots: int, window: int, capacity: int) -> None:
