@@ -344,3 +344,14 @@ def joined_log2_mass(parts, noisy, AXIS: tl.constexpr):
     peak = tl.max(parts, axis=AXIS)
     total = tl.sum(fast_exp2(parts - tl.expand_dims(peak, AXIS)), axis=AXIS)
     return tl.where(noisy > 0.0, (peak + fast_log2(total)) * _LN2, peak)
+
+
+@triton.jit
+def prefetch_rows(matrix_ptr, row, BYTES: tl.constexpr):
+    """Bring rows [n] of BYTES each into the L2 cache: one of them will be read, and what is read next waits for it."""
+    if not _INTERPRETED:
+        at = matrix_ptr.to(tl.int64) + row * BYTES
+        for offset in tl.static_range(0, BYTES, 128):
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at + offset], dtype=tl.int32, is_pure=False, pack=1
+            )

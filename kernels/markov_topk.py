@@ -13,9 +13,9 @@ Both k-th largest values are found bit by bit from above: a bit stays if at leas
 
 from dspark.kernels import tl, triton
 from dspark.kernels.markov_device import (
-    INTERPRETED,
     joined_log2_mass,
     noise_of_id,
+    prefetch_rows,
     race_winner,
     race_word,
     read_weight,
@@ -23,8 +23,6 @@ from dspark.kernels.markov_device import (
     row_scales,
 )
 from dspark.kernels.markov_features import request_features, token_confidence
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -68,17 +66,6 @@ def _group_maxima_kernel(
 
 
 @triton.jit
-def _prefetch_rows(matrix_ptr, row, BYTES: tl.constexpr):
-    """Bring rows [n] of BYTES each into the L2 cache: one of them will be read, and what is read next waits for it."""
-    if not _INTERPRETED:
-        at = matrix_ptr.to(tl.int64) + row * BYTES
-        for offset in tl.static_range(0, BYTES, 128):
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at + offset], dtype=tl.int32, is_pure=False, pack=1
-            )
-
-
-@triton.jit
 def _select_kernel(
     base_ptr, maxima_ptr, chosen_ptr, columns_ptr, values_ptr, w1_ptr, w2_ptr, ids_ptr,
     steps, num_columns, num_groups, base_stride, base_step,
@@ -103,10 +90,10 @@ def _select_kernel(
     if W1_BYTES > 0:
         tl.debug_barrier()
         column = tl.load(columns_ptr + position * K + tl.arange(0, K)).to(tl.int64)
-        _prefetch_rows(w2_ptr, column, W2_BYTES)
+        prefetch_rows(w2_ptr, column, W2_BYTES)
         if REDUCED:
             column = tl.load(ids_ptr + column)
-        _prefetch_rows(w1_ptr, column, W1_BYTES)
+        prefetch_rows(w1_ptr, column, W1_BYTES)
 
 
 @triton.jit
