@@ -32,8 +32,17 @@ class Boundary:
     num_records: torch.Tensor
 
 
+def check_block_size(block_size: int, window: int) -> None:
+    """Raise ValueError where a step of `window` tokens could cross two boundaries of blocks."""
+    if block_size < window:
+        raise ValueError(
+            f"block_size={block_size} is smaller than a step of {window} tokens: one step could cross two boundaries, "
+            f"and the state at the first would be lost; use blocks of at least {window} tokens, or fewer drafts"
+        )
+
+
 def block_boundary(
-    computed: torch.Tensor, num_accepted: torch.Tensor, block_slots: torch.Tensor, block_size: int, window: int
+    computed: torch.Tensor, num_accepted: torch.Tensor, block_slots: torch.Tensor, block_size: int
 ) -> Boundary:
     """The prefix-cache boundary that a step crosses, if it does.
 
@@ -41,21 +50,12 @@ def block_boundary(
         computed: [B] int64, tokens of each row before the step.
         num_accepted: [B] int64, tokens that the step keeps.
         block_slots: [B] int64, slot of the block that `computed` lies in.
-        block_size: tokens of a block.
-        window: most tokens of a step.
+        block_size: tokens of a block, at least those of a step (`check_block_size`).
 
     Returns:
         For rows that reach the next multiple m of `block_size`: the slot, and the records between `computed` and m.
         For the others a negative slot. Records that were held before the step come on top of the count.
-
-    Raises:
-        ValueError: a step could cross two boundaries.
     """
-    if block_size < window:
-        raise ValueError(
-            f"block_size={block_size} is smaller than a step of {window} tokens: one step could cross two boundaries, "
-            f"and the state at the first would be lost; use blocks of at least {window} tokens"
-        )
     distance = block_size - computed % block_size
     return Boundary(torch.where(num_accepted >= distance, block_slots, -1), distance)
 

@@ -33,7 +33,7 @@ from vllm.models.kimi_k3.nvidia.kda import KimiK3DeltaAttention
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAAttentionBackend, KimiK3KDAMetadataBuilder
 
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Tokens
-from dspark.kernels.kda_commit import kda_commit
+from dspark.kernels.kda_commit import check_block_size, kda_commit
 from dspark.kernels.kda_verify import kda_verify
 from dspark.vllm.kda_choice import wants_our_kernels
 from dspark.vllm.kda_conv import ConvPages, ConvTable, check_pages, conv_verify
@@ -119,7 +119,12 @@ class ReplayCommit:
 
         Args:
             block_size: tokens of a block in align mode, else None.
+
+        Raises:
+            ValueError: a step could cross two block boundaries.
         """
+        if block_size is not None:
+            check_block_size(block_size, self.window)
         nothing = torch.zeros(1, dtype=torch.int32, device=self.table.offsets.device)
         blocks = () if block_size is None else (nothing[None], nothing, block_size)
         for requests in (None, nothing):
@@ -135,21 +140,11 @@ class ReplayCommit:
         num_computed_tokens: torch.Tensor | None = None,
         mamba_block_size: int | None = None,
     ) -> None:
-        """What vLLM calls after sampling; arguments as in `StepRows.commit`.
-
-        Raises:
-            ValueError: a step could cross two block boundaries.
-        """
+        """What vLLM calls after sampling; arguments as in `StepRows.commit`."""
         if not len(state_indices):
             return
         blocks = None
         if block_table is not None:
-            if mamba_block_size < self.window:
-                raise ValueError(
-                    f"mamba_block_size={mamba_block_size} is smaller than a step of {self.window} tokens: one step "
-                    "could cross two boundaries, and the state at the first would be lost; use larger blocks or fewer "
-                    "drafts"
-                )
             blocks = AlignedBlocks(block_table, num_computed_tokens, mamba_block_size)
         plan = self.step.commit(num_accepted_tokens, state_indices, query_start_loc, request_indices, blocks)
         self.conv.commit(plan)

@@ -20,7 +20,7 @@ import torch
 
 from dspark.kernels import tl, triton
 from dspark.kernels.kda import Rows, runs_kernel
-from dspark.kernels.kda_commit import Boundary
+from dspark.kernels.kda_commit import Boundary, block_boundary
 
 NULL_BLOCK = 0
 
@@ -84,9 +84,8 @@ def commit_plan_ref(
         slot = blocks.block_table.long()[requests, (position // size).clamp(0, width - 1)]
         return torch.where(wanted & (slot > NULL_BLOCK), slot, -1)
 
-    distance = size - computed % size
     destinations = slot_of((computed + counts - 1).clamp_min(0), counts > 0)
-    boundary = Boundary(slot_of(computed, (counts > 0) & (counts >= distance)), distance)
+    boundary = block_boundary(computed, counts, slot_of(computed, counts > 0), size)
     return CommitPlan(rows, counts, destinations, boundary)
 
 

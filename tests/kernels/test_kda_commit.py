@@ -5,7 +5,14 @@ import torch
 from kda_cases import BOUNDED, KERNEL_ERROR, SOFTPLUS, close, draw, random_layer
 
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows
-from dspark.kernels.kda_commit import Boundary, block_boundary, kda_commit, kda_commit_ref, launch_kda_commit
+from dspark.kernels.kda_commit import (
+    Boundary,
+    block_boundary,
+    check_block_size,
+    kda_commit,
+    kda_commit_ref,
+    launch_kda_commit,
+)
 
 pytestmark = pytest.mark.usefixtures("on_device")
 IMPLEMENTATIONS = pytest.mark.parametrize("commit", [kda_commit_ref, launch_kda_commit], ids=["reference", "kernel"])
@@ -146,7 +153,7 @@ def test_a_pool_may_be_longer_than_2_to_the_31():
 @pytest.mark.parametrize("computed", range(8, 16))
 def test_block_boundaries_for_every_residue_and_acceptance(computed):
     counts = torch.arange(6)
-    found = block_boundary(torch.full((6,), computed), counts, torch.full((6,), 3), block_size=8, window=5)
+    found = block_boundary(torch.full((6,), computed), counts, torch.full((6,), 3), block_size=8)
     for count, slot, records in zip(counts.tolist(), found.slots.tolist(), found.num_records.tolist(), strict=True):
         crossed = computed + count >= 16
         assert slot == (3 if crossed else -1)
@@ -155,7 +162,8 @@ def test_block_boundaries_for_every_residue_and_acceptance(computed):
 
 def test_blocks_smaller_than_a_step_are_refused():
     with pytest.raises(ValueError, match="block_size=4 is smaller than a step of 5"):
-        block_boundary(torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), block_size=4, window=5)
+        check_block_size(4, window=5)
+    check_block_size(5, window=5)
 
 
 @pytest.mark.parametrize("form", [-10.0, SOFTPLUS, BOUNDED])

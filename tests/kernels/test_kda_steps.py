@@ -78,7 +78,7 @@ def test_a_cached_block_holds_its_boundary_is_final_and_can_be_resumed(deferred,
     request = Request(5, engine.gates, engine.dtype)
     request.accept(computed)
     engine.admit(0, request)
-    found = block_boundary(torch.tensor([computed]), torch.tensor([accepted]), torch.tensor([1]), 8, WINDOW)
+    found = block_boundary(torch.tensor([computed]), torch.tensor([accepted]), torch.tensor([1]), 8)
     distance, before = int(found.num_records), engine.layers[0].checkpoint[1].clone()
     window_start = engine.conv_cursor[0].clone()
     crossed = bool(found.slots >= 0)

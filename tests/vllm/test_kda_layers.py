@@ -202,6 +202,5 @@ def test_other_configurations_keep_vllms_kernels(config, monkeypatch):
 
 def test_a_block_that_a_step_can_cross_twice_is_refused(config):
     served = ServedByVllm(config, "KimiK3DeltaAttention", None, (50,))
-    one = torch.tensor([1], dtype=torch.int32)
-    with pytest.raises(ValueError, match="mamba_block_size=4 is smaller than a step of 5 tokens"):
-        served.commit_context.commit(one, one, torch.tensor([0, 5]), None, one[None], one, 4)
+    with pytest.raises(ValueError, match="block_size=4 is smaller than a step of 5 tokens"):
+        served.commit_context.warm_up(4)
