@@ -2,7 +2,7 @@
 
     python3 scripts/check_vllm_kda.py --out kda.json        both gates, twelve engines: about two minutes
     ... --gate low-rank                                     Kimi Linear's layers only; full-rank: Kimi K3's
-    ... --only ours-graph,plain                             some engines, and the laws that need no others
+    ... --only plain,ours-graph,full-rank/vllm-graph        some engines, and the laws that need no others
 
 Each engine is a process of its own, forked once vLLM is imported, on a tiny random target with a drafter that guesses
 two tokens of three (`kda_pair.py`); they run side by side, spread over the GPUs, and need 3 GiB each. vLLM drafts and
@@ -289,7 +289,7 @@ def parse_args() -> argparse.Namespace:
     """The command line; the last three options are this program's own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gate", choices=("both", *ENGINES), default="both")
-    parser.add_argument("--only", help="engines, separated by commas")
+    parser.add_argument("--only", help="engines, or one gate's as GATE/ENGINE, separated by commas")
     parser.add_argument(
         "--gpus", default="0", help="numbers of the GPUs to spread the engines over, separated by commas"
     )
@@ -308,7 +308,8 @@ def main(args: argparse.Namespace) -> int:
     from kda_pair import write_pair
 
     gates = list(ENGINES) if args.gate == "both" else [args.gate]
-    chosen = {g: [n for n in ENGINES[g] if args.only is None or n in args.only.split(",")] for g in gates}
+    only = [name for gate in ENGINES for name in ENGINES[gate]] if args.only is None else args.only.split(",")
+    chosen = {g: [n for n in ENGINES[g] if n in only or f"{g}/{n}" in only] for g in gates}
     gpus, checks = args.gpus.split(","), {}
     journal = args.out.with_suffix(".jsonl") if args.out else None
     if journal:
