@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 
 from dspark.vllm import patches, plugin, v2
@@ -68,13 +69,21 @@ def test_other_methods_get_vllms_speculator(monkeypatch):
 
 
 def test_ranks_that_differ_are_named(monkeypatch):
-    import torch
-
     tokens = torch.tensor([[1, 2], [3, 4]])
     others = torch.tensor([[1, 2], [3, 5]])
     group = SimpleNamespace(world_size=2, all_gather=lambda mine, dim: torch.stack([mine[0], others]))
     monkeypatch.setattr(v2, "get_tp_group", lambda: group)
-    with pytest.raises(RuntimeError, match=r"request 1 has \[3, 4\] on rank 0 and \[3, 5\] on rank 1"):
+    with pytest.raises(RuntimeError, match=r"row 1 is \[3, 4\] on rank 0 and \[3, 5\] on rank 1"):
         v2.check_ranks_agree("drafts", tokens)
     others[1, 1] = 4
     v2.check_ranks_agree("drafts", tokens)
+
+
+def test_weights_that_differ_in_one_bit_have_another_digest():
+    torch.manual_seed(0)
+    one, other = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(v2.digests(one), v2.digests(other))
+    with torch.no_grad():
+        other.weight[3, 7] = torch.nextafter(other.weight[3, 7], torch.tensor(9.0))
+    assert not torch.equal(v2.digests(one), v2.digests(other))
