@@ -93,7 +93,7 @@ def score_paths(
     rule: ScoringRule,
     on_scored: Callable[[int], None] | None = None,
 ) -> AnchorScores:
-    """Score a drafter at every anchor of every path.
+    """Score a drafter at every anchor of every path, or at those that the rule chooses.
 
     Args:
         target: for its output head and vocabulary; no pass is run.
@@ -107,7 +107,7 @@ def score_paths(
         The scores, the same for every grouping of the work up to rounding, and for every call.
     """
     parts = []
-    scored = [(request, path) for request, path in enumerate(paths) if path.num_anchors]
+    scored = [(request, path) for request, path in enumerate(paths) if len(rule.anchors_of(path))]
     for group in group_paths(scored, budget_rows(target, 3)):
         texts = TextGroup(target, drafter, store, [path for _, path in group], rule)
         rows = budget_rows(target, 6 + rule.num_draft_tokens)

@@ -5,10 +5,11 @@
     readings       does the checkpoint draft better when it is read otherwise than it says?
 
 A reading's score is the expected number of accepted drafts of a block behind the tokens of a text that the target
-itself wrote, sum over k of the product of (1 - TV) up to draft k at temperature 1. Readings are compared on the same
-anchors, so that what a text makes easy or hard for all of them cancels; the interval of a difference is a bootstrap
-over requests. A reading counts as better if the whole interval lies above 0 and the gain is at least `LEAST_GAIN` of
-the score. If one is, the search goes on from it, since a checkpoint may have two faults.
+itself wrote, sum over k of the product of (1 - TV) up to draft k at temperature 1, as `dspark quality` scores it
+(`dspark.evals.block_scores`). Readings are compared on the same anchors, so that what a text makes easy or hard for all
+of them cancels; the interval of a difference is a bootstrap over requests. A reading counts as better if the whole
+interval lies above 0 and the gain is at least `LEAST_GAIN` of the score. If one is, the search goes on from it, since a
+checkpoint may have two faults.
 
 Two commands:
 
@@ -17,7 +18,9 @@ Two commands:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -25,16 +28,13 @@ import torch
 import torch.nn.functional as F
 
 from dspark.drafter import Drafter
-from dspark.evals.doctor_text import (
-    Anchors,
-    TargetText,
-    choose_anchors,
-    collect,
-    constant_overlaps,
-    overlaps,
-)
-from dspark.evals.readings import Reading, alternatives, tap_ids_tried
+from dspark.evals.block_scores import score_paths
+from dspark.evals.readings import Reading, alternatives, tap_ids_tried, variant
 from dspark.evals.stats import Bootstrap, Estimate
+from dspark.evals.target_states import HIDDEN, StateStore, TargetPath, compute_states, target_logits
+from dspark.evals.text_groups import ScoringRule
+from dspark.loop import generate
+from dspark.sampling import SamplingParams
 from dspark.target import HFTarget
 from dspark.terminal import align
 
@@ -43,7 +43,7 @@ LEAST_GAIN = 0.05
 LEAST_LOSS = 1e-4  # drafts; differences below it are rounding
 # Readings that score less than this share of the best one on a few anchors are not scored on the rest.
 SCREEN_SHARE = 0.8
-SCREEN_STEP = 4
+SCREEN_ANCHORS = 2  # of each text
 ALIKE = 0.5  # mean cosine of an own matrix's rows with the target's, below which they are strangers
 
 
@@ -129,20 +129,18 @@ def diagnose(
         settings: how much text.
         report: called with lines of progress.
     """
+    with TemporaryDirectory() as scratch:
+        return _diagnose(drafter, target, raw, _Search(Path(scratch), target, drafter, prompts, settings, report))
+
+
+def _diagnose(drafter: Drafter, target: HFTarget, raw: Mapping[str, Any], search: "_Search") -> Diagnosis:
     faults, remarks = check_weights(drafter, target)
-    config = drafter.config
-    num_drafts = max(config.block_size - 1, 1)  # what both layouts have
-    report(f"the target continues {len(prompts)} prompts by {settings.new_tokens} tokens")
-    tap_ids = tap_ids_tried(config, target.num_layers, MAX_FAULTS)
-    num_tokens = max(settings.new_tokens, num_drafts + 2)
-    text = collect(target, prompts, tap_ids, num_tokens, settings.seed)
-    search = _Search(text, choose_anchors(text, num_drafts, settings.anchors), num_drafts, len(prompts))
     declared = search.score(drafter)
     if np.isnan(declared).any():
         return Diagnosis((*faults, "the drafter's logits are not finite on ordinary text: its weights are damaged"))
     kept, kept_scores, found = drafter, declared, []
     while True:
-        report(f"readings beside {'the declared one' if not found else found[-1].value}")
+        search.report(f"readings beside {'the declared one' if not found else found[-1].value}")
         candidates = list(alternatives(kept, target, raw))
         scored = search.compare(kept_scores, candidates)
         best = max(scored, key=lambda pair: pair[1].mean(), default=None)
@@ -152,7 +150,8 @@ def diagnose(
         kept, kept_scores = best[0].drafter, best[1]
     findings = search.findings(kept_scores, scored, found, declared)
     better = [f"{reading.topic}: {reading.value} drafts better; {reading.remedy}" for reading in found]
-    acceptance = overlaps(kept, text, search.anchors, num_drafts).mean(0)
+    _, overlap = search.overlaps(kept, search.max_anchors)
+    acceptance = overlap.mean(0)
     if search.knows_nothing(kept_scores):
         faults.append(
             f"under no reading does it draft better than the mere frequency of tokens ({acceptance[0]:.0%} of first "
@@ -168,47 +167,90 @@ def diagnose(
         score=search.bootstrap.mean(declared),
         best_score=search.bootstrap.mean(kept_scores),
         acceptance=tuple(float(value) for value in acceptance),
-        num_anchors=len(search.anchors.position),
+        num_anchors=len(overlap),
         num_readings=search.num_readings,
     )
 
 
-@dataclass
 class _Search:
-    """Scores of readings on one text; `num_readings` counts them."""
+    """Scores of readings on one text of the target's own; `num_readings` counts them.
 
-    text: TargetText
-    anchors: Anchors
-    num_drafts: int
-    num_requests: int
-    num_readings: int = 0
-    bootstrap: Bootstrap = field(init=False)
+    Args:
+        scratch: folder for the target's states.
+        target: the target; its taps are changed.
+        drafter: the declared reading.
+        prompts: token ids that the target continues.
+        settings: how much text.
+        report: called with lines of progress.
+    """
 
-    def __post_init__(self) -> None:
-        self.bootstrap = Bootstrap(self.num_requests)
+    def __init__(
+        self,
+        scratch: Path,
+        target: HFTarget,
+        drafter: Drafter,
+        prompts: Sequence[Sequence[int]],
+        settings: DoctorSettings,
+        report: Callable[[str], None],
+    ) -> None:
+        config = drafter.config
+        num_drafts = max(config.block_size - 1, 1)  # what both layouts have
+        num_tokens = max(settings.new_tokens, num_drafts + 2)
+        report(f"the target continues {len(prompts)} prompts by {num_tokens} tokens")
+        params = [
+            SamplingParams(seed=settings.seed + i, max_new_tokens=num_tokens, ignore_eos=True)
+            for i in range(len(prompts))
+        ]
+        texts = generate(target, None, prompts, params, max_batch_size=len(prompts))
+        self.paths = [
+            TargetPath(i, None, tuple(text.prompt_ids), tuple(text.token_ids), text.finish_reason, num_tokens)
+            for i, text in enumerate(texts)
+        ]
+        self.target, self.report, self.store = target, report, StateStore(scratch, {})
+        compute_states(target, self.store, self.paths, tap_ids_tried(config, target.num_layers, MAX_FAULTS), False)
+        self.rule, self.max_anchors = ScoringRule(SamplingParams(), num_drafts), settings.anchors
+        self.bootstrap, self.num_readings = Bootstrap(len(prompts)), 0
 
-    def score(self, drafter: Drafter, step: int = 1) -> np.ndarray:
-        """[num_requests] accepted drafts per block, on every `step`-th anchor; NaN where a logit is."""
-        self.num_readings += step == 1
-        anchors = self.anchors.thinned(step)
-        return self._by_request(overlaps(drafter, self.text, anchors, self.num_drafts), anchors)
+    def overlaps(self, drafter: Drafter, max_anchors: int) -> tuple[np.ndarray, np.ndarray]:
+        """Requests [N] of the anchors, and [N, K] 1 - TV of each draft behind the text's tokens.
 
-    def _by_request(self, accept: np.ndarray, anchors: Anchors) -> np.ndarray:
-        request = anchors.request.numpy()
-        sums = np.bincount(request, np.cumprod(accept, axis=1).sum(1), self.num_requests)
-        return sums / np.maximum(np.bincount(request, minlength=self.num_requests), 1)
+        Raises:
+            ValueError: the drafter's logits are not finite.
+        """
+        bare = variant(drafter, confidence_head=None)  # confidences are not judged here
+        rule = replace(self.rule, max_anchors=max_anchors)
+        scores = score_paths(self.target, bare, self.store, self.paths, rule)
+        return scores.request, scores.overlap
 
+    def score(self, drafter: Drafter, max_anchors: int | None = None) -> np.ndarray:
+        """[R] accepted drafts per block of each request, NaN where the logits are not finite; None: on all anchors."""
+        self.num_readings += max_anchors is None
+        try:
+            request, overlap = self.overlaps(drafter, max_anchors or self.max_anchors)
+        except ValueError:
+            return np.full(len(self.paths), np.nan)
+        sums = np.bincount(request, overlap.cumprod(axis=1).sum(1), len(self.paths))
+        return sums / np.maximum(np.bincount(request, minlength=len(self.paths)), 1)
+
+    @torch.inference_mode()
     def knows_nothing(self, scores: np.ndarray) -> bool:
-        """Whether a reading is not certainly better than drafting by the frequency of tokens."""
-        constant = self._by_request(constant_overlaps(self.text, self.anchors, self.num_drafts), self.anchors)
-        low = self.bootstrap.mean(scores - constant).low
+        """Whether a reading is not certainly better than drafting by the frequency of tokens in these texts."""
+        states = self.store.load([path.index for path in self.paths], [HIDDEN])
+        laws = [target_logits(self.target, hidden.to(self.target.device)).float().softmax(-1) for (hidden,) in states]
+        frequency = torch.cat(laws).mean(0)
+        constant = []
+        for law in laws:
+            overlap = torch.minimum(law, frequency).sum(-1).double().cpu()
+            constant.append(float(overlap.unfold(0, self.rule.num_draft_tokens, 1).cumprod(1).sum(1).mean()))
+        low = self.bootstrap.mean(scores - np.array(constant)).low
         return low is None or low <= 0
 
     def compare(self, kept: np.ndarray, candidates: Sequence[Reading]) -> list[tuple[Reading, np.ndarray]]:
         """Candidates with their scores. Of each topic at least the best on a few anchors is scored on all; the others
         are if they come near it or near the reading kept.
         """
-        screened = [(reading, self.score(reading.drafter, SCREEN_STEP).mean()) for reading in candidates]
+        few = min(SCREEN_ANCHORS, self.max_anchors)
+        screened = [(reading, self.score(reading.drafter, few).mean()) for reading in candidates]
         screened = [(reading, value) for reading, value in screened if np.isfinite(value)]
         bar = SCREEN_SHARE * max([kept.mean(), *(value for _, value in screened)])
         chosen = {max(group, key=lambda pair: pair[1])[0].value for group in _by_topic(screened).values()}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from dspark.cache import RaggedKV
 from dspark.drafter import Drafter
@@ -26,7 +27,8 @@ class ScoringRule:
     """What drafts and target are sampled with, and how many drafts a block has.
 
     `sampled_path` says whether the paths are samples of the target under `params`; `num_draft_tokens` is the largest K
-    of interest.
+    of interest. `max_anchors`: score so many anchors of each path, evenly spread over those with K tokens behind them;
+    None scores all.
     """
 
     params: SamplingParams
@@ -34,6 +36,7 @@ class ScoringRule:
     drafting: Drafting = "probabilistic"
     draft_truncation: bool = True
     sampled_path: bool = True
+    max_anchors: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -49,6 +52,13 @@ class ScoringRule:
     def draft_params(self) -> SamplingParams:
         """What shapes q."""
         return self.params if self.draft_truncation else SamplingParams(temperature=self.params.temperature)
+
+    def anchors_of(self, path: TargetPath) -> torch.Tensor:
+        """Offsets [n] int64 in the path behind which blocks are scored."""
+        last = path.num_anchors - self.num_draft_tokens
+        if self.max_anchors is None or last < 0:
+            return torch.arange(path.num_anchors if self.max_anchors is None else 0)
+        return torch.linspace(0, last, self.max_anchors).round().to(torch.int64).unique()
 
 
 def budget_bytes(target: HFTarget) -> int:
@@ -91,7 +101,6 @@ class TextGroup:
         device = target.device
         self.paths = paths
         states = store.load([path.index for path in paths], [HIDDEN, *tap_layers(drafter.config.tap_ids)])
-        counts = [path.num_anchors for path in paths]
         self.tokens = _pad([torch.tensor(path.token_ids) for path in paths]).to(device)
         taps = _pad([torch.cat(layers[1:], dim=-1) for layers in states]).to(device)
         self.context = drafter.new_cache(len(paths))
@@ -101,9 +110,8 @@ class TextGroup:
         self.likeliest = logits.argmax(-1)
         self.probs = None if rule.greedy else to_distribution(logits, rule.params)
         self.vocab_size = logits.shape[-1]
-        self.anchors = torch.cat(
-            [torch.stack([torch.full((n,), row), torch.arange(n)], dim=1) for row, n in enumerate(counts)]
-        )
+        offsets = [rule.anchors_of(path) for path in paths]
+        self.anchors = torch.cat([F.pad(at[:, None], (1, 0), value=row) for row, at in enumerate(offsets)])
         # One draw per anchor and draft, by request, so that they do not depend on the grouping.
         self.uniform = _pad([_uniform(path, rule.num_draft_tokens) for path in paths]).to(device)
         self.ids = drafter.draft_ids()

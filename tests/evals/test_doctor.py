@@ -13,9 +13,11 @@ from dspark import HFTarget, load_drafter
 from dspark.cli import main
 from dspark.convert import convert
 from dspark.evals.doctor import DoctorSettings, diagnose, format_diagnosis
-from dspark.evals.doctor_text import choose_anchors, collect, overlaps
 from dspark.evals.readings import alternatives, mask_candidates
+from dspark.evals.target_states import TargetPath
+from dspark.evals.text_groups import ScoringRule
 from dspark.families import CheckpointError
+from dspark.sampling import SamplingParams
 
 SETTINGS = DoctorSettings(prompts=16, new_tokens=24, anchors=5)
 HEAD_DIM, HIDDEN = 8, 32
@@ -192,27 +194,12 @@ def test_the_command_reports_and_its_status_tells(target, tmp_path, capsys):
     assert "prompts=1 must be at least 2" in capsys.readouterr().err
 
 
-def test_what_is_scored_is_the_overlap_with_the_targets_own_law(target, prompts, tmp_path):
-    """Draft 1's overlap at every anchor, against the drafter's `propose` and a pass of the target."""
-    from dspark.sampling import SamplingParams, SamplingTensors, Streams
-
-    drafter = load_drafter(write_drafter(tmp_path, stored_drafter()), target=target)
-    text = collect(target, prompts[:3], drafter.config.tap_ids, 12, seed=0)
-    anchors = choose_anchors(text, 2, 3)
-    scored = overlaps(drafter, text, anchors, 2)
-    target.tap(drafter.config.tap_ids)
-    params = [SamplingParams(temperature=1.0, seed=0)]
-    for row, (request, position) in enumerate(zip(anchors.request.tolist(), anchors.position.tolist(), strict=True)):
-        tokens = text.tokens[request]
-        cache, context = target.new_cache(1), drafter.new_cache(1)
-        output = target.prefill(cache, [tokens[:position].tolist()])
-        drafter.extend(context, output.taps, [position])
-        params = [SamplingParams(temperature=1.0, seed=0)]
-        draft = drafter.propose(
-            context, tokens[position, None], SamplingTensors.stack(params), Streams.for_params(params), 1
-        )
-        p = target.verify(cache, tokens[None, position : position + 1]).logits.softmax(-1)
-        assert scored[row, 0] == pytest.approx(draft.proposal.overlap(p)[0, 0].item(), abs=1e-5)
+def test_anchors_are_spread_over_those_with_a_whole_block_behind_them():
+    rule = ScoringRule(SamplingParams(), 4, max_anchors=3)
+    path = TargetPath(0, None, (1,), tuple(range(24)), None, 24)  # 23 anchors, the last with 4 tokens behind it is 19
+    assert rule.anchors_of(path).tolist() == [0, 10, 19]
+    assert rule.anchors_of(replace(path, token_ids=(1, 2, 3))).tolist() == []
+    assert replace(rule, max_anchors=None).anchors_of(path).tolist() == list(range(23))
 
 
 def test_readings_leave_the_drafter_as_it_was(target, tmp_path):
