@@ -261,8 +261,8 @@ def _add_report(commands: Any, shared: dict[str, Any]) -> None:
 def _add_calibrate(commands: Any, shared: dict[str, Any]) -> None:
     calibrate = commands.add_parser(
         "calibrate",
-        help="fit the temperatures of the confidence head to finished runs",
-        description="Fit one temperature per draft position to what was accepted in finished runs (even prompts), "
+        help="fit temperatures and offsets of the confidence head to finished runs",
+        description="Fit a temperature and an offset per draft position to what was accepted in finished runs (even prompts), "
         "measure it on the others (odd prompts), and write it beside the drafter, where loading finds it.",
         **shared,
     )

@@ -211,14 +211,15 @@ def calibrate(options: argparse.Namespace) -> int:
     runs, _ = load_runs([Path(folder) for folder in options.runs])
     checks = [load_run(Path(folder), Path(folder).name) for folder in getattr(options, "check", [])]
     calibration, effects = fit_calibration(runs, path, getattr(options, "temperature", None))
-    effects += [effect for run in checks for effect in measure_scaling(run, calibration.temperatures)]
+    effects += [effect for run in checks for effect in measure_scaling(run, calibration.scaling)]
     write_calibration(out, calibration)
     say(f"written: {out}")
     if options.json:
         report = {"command": "calibrate", **calibration.to_dict(), "effects": [effect.to_dict() for effect in effects]}
         print(json.dumps(report))
         return 0
-    print("temperatures: " + " ".join(f"{value:.3f}" for value in calibration.temperatures))
+    for name, values in calibration.scaling._asdict().items():
+        print(f"{name}: " + " ".join(f"{value:.3f}" for value in values))
     print(_effects_table(effects))
     return 0
 

@@ -1,13 +1,14 @@
-"""Calibration of the confidence head: one temperature per draft position, kept beside the drafter.
+"""Calibration of the confidence head: a temperature and an offset per draft position, kept beside the drafter.
 
 The head's logit z_i says how likely draft i is accepted given that all before it were. Sequential temperature scaling
-replaces sigmoid(z_i) by sigmoid(z_i / T_i), with the T_i fitted left to right on the product of the confidences up to
-a position, the chance that the whole prefix survives (`dspark.evals.sts`). `confidence_calibration.json` in the
-drafter's folder holds the temperatures, the digest of the head that they belong to, what they were fitted on, and the
-figures on requests that the fit has not seen. Loading applies them to every confidence that leaves the drafter, so step
-records, schedules and serving engines see the same numbers.
+replaces sigmoid(z_i) by sigmoid(z_i / T_i + b_i), fitted left to right on the product of the confidences up to a
+position, the chance that the whole prefix survives (`dspark.evals.sts`). `confidence_calibration.json` in the drafter's
+folder holds both, the digest of the head that they belong to, what they were fitted on, and the figures on requests
+that the fit has not seen. Loading applies them to every confidence that leaves the drafter, so step records, schedules
+and serving engines see the same numbers.
 
-Source: the DSpark paper (sequential temperature scaling); Guo et al. 2017, arXiv:1706.04599, section 4.2.
+Source: the DSpark paper (sequential temperature scaling, without offsets); Guo et al. 2017, arXiv:1706.04599, section
+4.2 (temperature and Platt scaling).
 """
 
 import hashlib
@@ -16,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,45 +25,63 @@ from dspark.families.container import read_json
 from dspark.families.findings import refusal
 
 CALIBRATION_FILE = "confidence_calibration.json"
-METHOD = "sequential temperature scaling"
-FIELDS = {"method", "temperatures", "confidence_head_sha256", "fitted_on", "held_out"}
+METHOD = "sequential temperature scaling with offsets"
+FIELDS = {"method", "temperatures", "offsets", "confidence_head_sha256", "fitted_on", "held_out"}
 HEAD_TENSORS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+
+
+class Scaling(NamedTuple):
+    """What a logit of draft position i becomes: z / temperatures[i] + offsets[i]."""
+
+    temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class ConfidenceCalibration:
-    """Temperatures of the draft positions, first to last, and where they come from.
+    """The scaling of the draft positions, first to last, and where it comes from.
 
-    `head_sha256` is `head_digest` of the head they were fitted for. `fitted_on` and `held_out` are the settings and
-    the figures of the fit, for reports.
+    `head_sha256` is `head_digest` of the head it was fitted for. `fitted_on` and `held_out` are the settings and the
+    figures of the fit, for reports.
     """
 
-    temperatures: tuple[float, ...]
+    scaling: Scaling
     head_sha256: str
     fitted_on: Mapping[str, Any] = field(default_factory=dict, hash=False)
     held_out: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        """Refuse temperatures that no fit gives.
+        """Refuse a scaling that no fit gives.
 
         Raises:
-            CheckpointError: one is not a positive number.
+            CheckpointError: a temperature is not a positive number, an offset is no finite one, or there are not as
+                many of both.
         """
-        for position, value in enumerate(self.temperatures, start=1):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise refusal(
-                    f"temperatures[{position - 1}] (draft {position}) is {value!r}",
-                    "a finite number above 0",
-                    "The confidence of that draft, and of all behind it, would be turned round or be no number.",
-                    "Fit the calibration again with dspark calibrate, or delete the file.",
-                )
-        object.__setattr__(self, "temperatures", tuple(float(value) for value in self.temperatures))
+        remedy = "Fit the calibration again with dspark calibrate, or delete the file."
+        for name, values, above in zip(Scaling._fields, self.scaling, (0.0, -math.inf), strict=True):
+            for position, value in enumerate(values, start=1):
+                if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+                    raise refusal(
+                        f"{name}[{position - 1}] (draft {position}) is {value!r}",
+                        "a finite number above 0" if above == 0 else "a finite number",
+                        "The confidence of that draft, and of all behind it, would be turned round or be no number.",
+                        remedy,
+                    )
+        if len(self.scaling.temperatures) != len(self.scaling.offsets):
+            raise refusal(
+                f"there are {len(self.scaling.temperatures)} temperatures and {len(self.scaling.offsets)} offsets",
+                "one of each for every draft position",
+                "Which position has which would be a guess.",
+                remedy,
+            )
+        object.__setattr__(self, "scaling", Scaling(*(tuple(map(float, values)) for values in self.scaling)))
 
     def to_dict(self) -> dict[str, Any]:
         """What the file holds."""
         return {
             "method": METHOD,
-            "temperatures": list(self.temperatures),
+            "temperatures": list(self.scaling.temperatures),
+            "offsets": list(self.scaling.offsets),
             "confidence_head_sha256": self.head_sha256,
             "fitted_on": dict(self.fitted_on),
             "held_out": dict(self.held_out),
@@ -70,26 +89,27 @@ class ConfidenceCalibration:
 
     def summary(self) -> str:
         """One line for `dspark inspect`."""
-        values = " ".join(f"{value:.3g}" for value in self.temperatures)
+        temperatures, offsets = (" ".join(f"{value:.3g}" for value in values) for values in self.scaling)
         requests = self.fitted_on.get("num_requests")
         source = f", fitted on {requests} requests" if requests else ""
         ece = self.held_out.get("ece")
         if ece is not None:
             source += f"; ECE {ece['before']['value']:.3f} before, {ece['after']['value']:.3f} after, on others"
-        return f"{METHOD}, temperatures {values}{source}"
+        return f"{METHOD}, temperatures {temperatures}, offsets {offsets}{source}"
 
 
-def scale_logits(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Divide the logits of each draft position by its temperature.
+def scale_logits(logits: torch.Tensor, scaling: torch.Tensor) -> torch.Tensor:
+    """Scale the logits of each draft position.
 
     Args:
         logits: [..., K].
-        temperatures: [N] on the same device, N >= K.
+        scaling: [2, N] temperatures and offsets on the same device, N >= K.
 
     Returns:
         [..., K] in the type of the logits.
     """
-    return logits / temperatures[: logits.shape[-1]].to(logits.dtype)
+    temperatures, offsets = scaling[:, : logits.shape[-1]].to(logits.dtype)
+    return logits / temperatures + offsets
 
 
 def head_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -136,22 +156,22 @@ def read_calibration(folder: Path, num_positions: int, head_sha256: str | None) 
         raw.keys() == FIELDS
         and raw["method"] == METHOD
         and isinstance(raw["temperatures"], list)
+        and isinstance(raw["offsets"], list)
         and isinstance(raw["fitted_on"], dict)
         and _has_known_scores(raw["held_out"])
     ):
         raise refusal(
             f"{CALIBRATION_FILE} has the fields {', '.join(sorted(raw))}, method {raw.get('method')!r}",
             f"{', '.join(sorted(FIELDS))} with method {METHOD!r}, "
-            "a list of temperatures, and figures as dspark writes them",
+            "lists of temperatures and offsets, and figures as dspark writes them",
             "What its numbers mean would be a guess.",
             remedy,
         )
-    calibration = ConfidenceCalibration(
-        tuple(raw["temperatures"]), str(raw["confidence_head_sha256"]), raw["fitted_on"], raw["held_out"]
-    )
-    if len(calibration.temperatures) != num_positions:
+    scaling = Scaling(tuple(raw["temperatures"]), tuple(raw["offsets"]))
+    calibration = ConfidenceCalibration(scaling, str(raw["confidence_head_sha256"]), raw["fitted_on"], raw["held_out"])
+    if len(scaling.temperatures) != num_positions:
         raise refusal(
-            f"{CALIBRATION_FILE} has {len(calibration.temperatures)} temperatures",
+            f"{CALIBRATION_FILE} has {len(scaling.temperatures)} temperatures",
             f"{num_positions}, one for each draft position of this drafter",
             "Positions without a temperature would be uncalibrated, and it may belong to another drafter.",
             remedy,

@@ -88,15 +88,15 @@ class Drafter(Backbone):
         """
         if calibration is not None and self.confidence_head is None:
             raise ValueError("this drafter has no confidence head: there is nothing to calibrate")
-        if calibration is not None and len(calibration.temperatures) != self.config.max_draft_tokens:
+        if calibration is not None and len(calibration.scaling.temperatures) != self.config.max_draft_tokens:
             raise ValueError(
-                f"{len(calibration.temperatures)} temperatures for {self.config.max_draft_tokens} draft positions: "
-                "one is needed for each"
+                f"{len(calibration.scaling.temperatures)} temperatures for {self.config.max_draft_tokens} draft "
+                "positions: one is needed for each"
             )
         self.calibration = calibration
         if self.confidence_head is not None:
-            self.confidence_head.temperatures = (
-                None if calibration is None else torch.tensor(calibration.temperatures, device=self.device)
+            self.confidence_head.scaling = (
+                None if calibration is None else torch.tensor(calibration.scaling, device=self.device)
             )
 
     @property

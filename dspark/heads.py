@@ -95,11 +95,11 @@ class ConfidenceHead(nn.Module):
     `forward` gives the head's own logits, as they were trained. What leaves the drafter goes through `calibrated`.
     """
 
-    temperatures: torch.Tensor | None
+    scaling: torch.Tensor | None  # [2, K] temperatures and offsets
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.register_buffer("temperatures", None, persistent=False)  # no part of the checkpoint's tensors
+        self.register_buffer("scaling", None, persistent=False)  # no part of the checkpoint's tensors
         self.with_markov = config.confidence == "hidden+markov"
         self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
 
@@ -119,4 +119,4 @@ class ConfidenceHead(nn.Module):
 
     def calibrated(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of drafts 1..K of a block, [..., K], with the drafter's calibration if it has one."""
-        return logits if self.temperatures is None else scale_logits(logits, self.temperatures)
+        return logits if self.scaling is None else scale_logits(logits, self.scaling)

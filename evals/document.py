@@ -155,14 +155,14 @@ def _calibration(drafted: Sequence[tuple[Run, ResultRow]]) -> str:
         if figures is not None:
             scores = (_interval(score, 3) for score in (figures.ece, figures.auroc, figures.brier))
             lines.append([run.name, _cell(row), str(figures.num_positions), *scores])
-            applied[run.name] = run.description["drafter"].get("confidence_temperatures")
+            applied[run.name] = run.description["drafter"].get("confidence_scaling")
     if not applied:
         return "No confidences were reported."
     words = {
         name: "the head's own confidences"
-        if temperatures is None
-        else "scaled by temperatures " + " ".join(f"{value:.3g}" for value in temperatures)
-        for name, temperatures in applied.items()
+        if scaling is None
+        else "scaled by " + ", ".join(f"{kind} {' '.join(f'{v:.3g}' for v in some)}" for kind, some in scaling.items())
+        for name, scaling in applied.items()
     }
     named = [f"{name}: {text}" for name, text in words.items()] if len(words) > 1 else list(words.values())
     return table(without_single_run(lines)) + "\n\n" + "; ".join(named) + "."

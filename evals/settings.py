@@ -163,11 +163,11 @@ def config_sha256(config: Any) -> str:
 
 def describe_drafter(drafter: Drafter) -> dict[str, Any]:
     """A loaded drafter, for `describe_run`."""
-    calibration = None if drafter.calibration is None else list(drafter.calibration.temperatures)
+    scaling = None if drafter.calibration is None else drafter.calibration.scaling
     return {
         **describe_drafter_config(drafter.config),
         "weights_sha256": weights_sha256(drafter),
-        "confidence_temperatures": calibration,
+        "confidence_scaling": scaling and {name: list(values) for name, values in scaling._asdict().items()},
         "dtype": str(drafter.dtype).removeprefix("torch."),
     }
 

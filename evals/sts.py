@@ -1,15 +1,16 @@
-"""Sequential temperature scaling: one temperature per draft position, fitted on real accept events.
+"""Sequential temperature scaling: a temperature and an offset per draft position, fitted on real accept events.
 
-The head's logits z_1..z_K of a step become survivals s_k = sigmoid(z_1 / T_1) * ... * sigmoid(z_k / T_k), the chance
-that drafts 1..k are all accepted. T_1 is fitted first, then T_2 with T_1 kept, and so on: each T_k maximises the
-likelihood
+The head's logits z_1..z_K of a step become survivals s_k = sigmoid(z_1 / T_1 + b_1) * ... * sigmoid(z_k / T_k + b_k),
+the chance that drafts 1..k are all accepted. Position 1 is fitted first, then position 2 with the first kept, and so
+on: each T_k and b_k maximise the likelihood
 
     sum over steps that verified draft k of  y_k log s_k + (1 - y_k) log(1 - s_k)
 
-of the label y_k, whether the prefix up to k was accepted. Fitting the product left to right lets a later temperature
-make up for what the earlier ones leave, which is what counts for whoever acts on survivals. Where few prefixes reach,
-or all logits are near 0, the likelihood says little about T_k; a weak prior (log T normal around 0, standard deviation
-log 2) then keeps it near 1, and is outweighed by some hundred events.
+of the label y_k, whether the prefix up to k was accepted. Fitting the product left to right lets a later position make
+up for what the earlier ones leave, which is what counts for whoever acts on survivals. A temperature alone turns the
+curve of confidences round one half; a head that is too low or too high there needs the offset. Where few prefixes
+reach, or all logits are alike, the likelihood says little; weak priors (log T and b normal around 0, standard
+deviations log 2 and 1) then keep the head's own confidences, and are outweighed by some hundred events.
 
 Which events have a label decides whether the fit is unbiased:
 
@@ -21,8 +22,9 @@ Which events have a label decides whether the fit is unbiased:
 * The events are those of rejection sampling at the temperature of the run. Whether a draft equals the target's argmax
   is another event, and wrong under sampling.
 
-Source: the DSpark paper (sequential temperature scaling; there by expected calibration error on a grid, here by
-likelihood, which is smooth and needs no bins); Guo et al. 2017, arXiv:1706.04599, section 4.2.
+Source: the DSpark paper (sequential temperature scaling; there without offsets, and by expected calibration error on a
+grid; likelihood is smooth and needs no bins); Guo et al. 2017, arXiv:1706.04599, section 4.2; Fisher scoring: McCullagh
+and Nelder, Generalized Linear Models, section 2.5.
 """
 
 from collections.abc import Sequence
@@ -31,18 +33,18 @@ from typing import Any
 
 import numpy as np
 
+from dspark.confidence import Scaling
 from dspark.evals.acceptance import judged_counts, judged_positions
 from dspark.evals.calibration import brier_statistic, ece_statistic
 from dspark.evals.stats import Bootstrap, Estimate, Statistic
 from dspark.records import StepRecord
 
 TEMPERATURE_RANGE = (0.05, 20.0)  # a fit at either end says that the head's logits have no scale worth keeping
-GRID_POINTS = 61
-REFINEMENTS = 40  # golden sections; each shrinks the bracket to 0.618
+MAX_STEPS, SMALL_STEP = 60, 1e-9
 MIN_LABELS = 20  # of each kind at a position
-PRIOR_DEVIATION = np.log(2.0)  # of log T
+PRIOR_DEVIATIONS = np.array([np.log(2.0), 1.0])  # of log T and b
 MAX_LOG_SURVIVAL = -1e-7  # a confidence that was rounded to 1 must not make one rejection infinitely unlikely
-GOLDEN = (5**0.5 - 1) / 2
+MAX_LOGIT = 40.0  # nor have an infinite logit
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ScalingEffect:
-    """What temperatures do on requests; scores are those of `dspark.evals.calibration`, `positions` one by one.
+    """What a scaling does on requests; scores are those of `dspark.evals.calibration`, `positions` one by one.
 
     ECE of a position is never smaller than what chance gives it, and a single position has fewer labels than all.
     """
@@ -73,8 +75,8 @@ class ScalingEffect:
         return asdict(self)
 
 
-def fit_sts(requests: Sequence[Sequence[StepRecord]], num_positions: int | None = None) -> list[float]:
-    """Fit one temperature per draft position, left to right.
+def fit_sts(requests: Sequence[Sequence[StepRecord]], num_positions: int | None = None) -> Scaling:
+    """Fit a temperature and an offset per draft position, left to right.
 
     Args:
         requests: the steps of each request, with the head's own confidences (`undo_scaling` gives them where a
@@ -82,7 +84,7 @@ def fit_sts(requests: Sequence[Sequence[StepRecord]], num_positions: int | None 
         num_positions: K; None takes the longest block that was verified.
 
     Returns:
-        T_1..T_K, each in `TEMPERATURE_RANGE`. Calibrated confidences give about 1, overconfident ones more.
+        T_1..T_K, each in `TEMPERATURE_RANGE`, and b_1..b_K. Calibrated confidences give about 1 and 0.
 
     Raises:
         ValueError: there are no confidences, or a position has too few accepted or rejected prefixes to fit on.
@@ -94,45 +96,45 @@ def fit_sts(requests: Sequence[Sequence[StepRecord]], num_positions: int | None 
             "server, which does not report it"
         )
     depth = int(offered.max()) if num_positions is None else num_positions
-    temperatures: list[float] = []
+    fitted: list[tuple[float, float]] = []
     log_survival = np.zeros(len(logits))
     for k in range(depth):
         known = offered > k
         labels = accepted[known] > k
         _check_labels(labels, k)
-        temperatures.append(_fit_position(logits[known, k], log_survival[known], labels))
-        log_survival[known] += _log_sigmoid(logits[known, k] / temperatures[-1])
-    return temperatures
+        fitted.append(_fit_position(logits[known, k], log_survival[known], labels))
+        log_survival[known] += _log_sigmoid(logits[known, k] / fitted[-1][0] + fitted[-1][1])
+    return Scaling(*(tuple(values) for values in zip(*fitted, strict=True)))
 
 
-def scale_steps(requests: Sequence[Sequence[StepRecord]], temperatures: Sequence[float]) -> list[list[StepRecord]]:
-    """Records as a drafter with these temperatures would have left them.
+def scale_steps(requests: Sequence[Sequence[StepRecord]], scaling: Scaling) -> list[list[StepRecord]]:
+    """Records as a drafter with this scaling would have left them.
 
     Raises:
         ValueError: a step has more drafts than there are temperatures.
     """
-    scales = np.asarray(temperatures, dtype=np.float64)
-    return [[_rescaled(step, 1 / scales) for step in steps] for steps in requests]
+    temperatures, offsets = np.array(scaling)
+    return [[_rescaled(step, 1 / temperatures, offsets) for step in steps] for steps in requests]
 
 
-def undo_scaling(requests: Sequence[Sequence[StepRecord]], temperatures: Sequence[float]) -> list[list[StepRecord]]:
+def undo_scaling(requests: Sequence[Sequence[StepRecord]], scaling: Scaling) -> list[list[StepRecord]]:
     """Inverse of `scale_steps`, but for confidences that were rounded to 0 or 1."""
-    scales = np.asarray(temperatures, dtype=np.float64)
-    return [[_rescaled(step, scales) for step in steps] for steps in requests]
+    temperatures, offsets = np.array(scaling)
+    return [[_rescaled(step, temperatures, -offsets * temperatures) for step in steps] for steps in requests]
 
 
 def scaling_effect(
-    requests: Sequence[Sequence[StepRecord]], temperatures: Sequence[float], bootstrap: Bootstrap | None = None
+    requests: Sequence[Sequence[StepRecord]], scaling: Scaling, bootstrap: Bootstrap | None = None
 ) -> ScalingEffect:
-    """Score confidences before and after scaling, on requests that the temperatures were not fitted on.
+    """Score confidences before and after scaling, on requests that it was not fitted on.
 
     Args:
         requests: the steps of each request, with the head's own confidences.
-        temperatures: one per draft position.
+        scaling: of every draft position.
         bootstrap: resamples over these requests; None draws them.
     """
     bootstrap = bootstrap or Bootstrap(len(requests))
-    tables = [judged_positions(steps) for steps in (requests, scale_steps(requests, temperatures))]
+    tables = [judged_positions(steps) for steps in (requests, scale_steps(requests, scaling))]
     scored = ~np.isnan(tables[0].survival)
     columns = [(t.request[scored], t.survival[scored], t.accepted[scored].astype(np.float64)) for t in tables]
     positions = tables[0].position[scored]
@@ -148,7 +150,7 @@ def scaling_effect(
         num_positions=len(positions),
         ece=change(ece_statistic, every),
         brier=change(brier_statistic, every),
-        position_ece=tuple(change(ece_statistic, positions == k) for k in range(len(temperatures))),
+        position_ece=tuple(change(ece_statistic, positions == k) for k in range(len(scaling.temperatures))),
     )
 
 
@@ -170,7 +172,7 @@ def _events(requests: Sequence[Sequence[StepRecord]]) -> tuple[np.ndarray, np.nd
     confidences = [
         value for step, count in zip(steps, offered.tolist(), strict=True) for value in step.confidence[:count]
     ]
-    logits[judged] = _logit(np.array(confidences, dtype=np.float64))
+    logits[judged] = np.clip(_logit(np.array(confidences, dtype=np.float64)), -MAX_LOGIT, MAX_LOGIT)
     return logits, accepted, offered
 
 
@@ -179,40 +181,59 @@ def _check_labels(labels: np.ndarray, k: int) -> None:
     if min(kept, len(labels) - kept) < MIN_LABELS:
         raise ValueError(
             f"draft {k + 1} was verified in {len(labels)} steps, with {kept} accepted prefixes and "
-            f"{len(labels) - kept} rejected ones: a temperature needs {MIN_LABELS} of each. Run more requests"
+            f"{len(labels) - kept} rejected ones: a fit needs {MIN_LABELS} of each. Run more requests"
         )
 
 
-def _fit_position(logits: np.ndarray, log_survival: np.ndarray, labels: np.ndarray) -> float:
-    """Temperature of one position: the best point of a grid in log T, then golden sections around it.
+def _fit_position(logits: np.ndarray, log_survival: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Temperature and offset of one position, by Fisher scoring in log T and b.
 
     Args:
         logits: [S], the head's own.
         log_survival: [S], log of the survival up to the position before.
         labels: [S] bool, whether the prefix up to this position was accepted.
     """
+    low, high = np.log(TEMPERATURE_RANGE)
 
-    def loss(log_temperature: float) -> float:
-        log_s = np.minimum(log_survival + _log_sigmoid(logits * np.exp(-log_temperature)), MAX_LOG_SURVIVAL)
-        prior = log_temperature**2 / (2 * PRIOR_DEVIATION**2)
+    def loss(point: np.ndarray) -> float:
+        log_s = _log_survival(logits, log_survival, point)
+        prior = (point**2 / (2 * PRIOR_DEVIATIONS**2)).sum()
         return float(prior - np.where(labels, log_s, np.log(-np.expm1(log_s))).sum())
 
-    grid = np.linspace(*np.log(TEMPERATURE_RANGE), GRID_POINTS)
-    best = int(np.argmin([loss(value) for value in grid]))
-    low, high = grid[max(best - 1, 0)], grid[min(best + 1, GRID_POINTS - 1)]
-    for _ in range(REFINEMENTS):
-        left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-        low, high = (low, right) if loss(left) < loss(right) else (left, high)
-    return float(np.exp((low + high) / 2))
+    point = np.zeros(2)
+    for _ in range(MAX_STEPS):
+        odds = 1 / np.expm1(-_log_survival(logits, log_survival, point))
+        x = logits * np.exp(-point[0]) + point[1]
+        slope = np.exp(_log_sigmoid(-x))  # of log s in x
+        columns = np.stack([-logits * np.exp(-point[0]), np.ones_like(logits)]) * slope
+        gradient = point / PRIOR_DEVIATIONS**2 - columns @ np.where(labels, 1.0, -odds)
+        information = np.diag(1 / PRIOR_DEVIATIONS**2) + (columns * odds) @ columns.T
+        step, best = -np.linalg.solve(information, gradient), loss(point)
+        while loss(_within(point + step, low, high)) > best and abs(step).max() > SMALL_STEP:
+            step /= 2
+        point = _within(point + step, low, high)
+        if abs(step).max() <= SMALL_STEP:
+            break
+    return float(np.exp(point[0])), float(point[1])
 
 
-def _rescaled(step: StepRecord, scales: np.ndarray) -> StepRecord:
-    """The step with sigmoid(logit(c_i) * scales_i) for its confidences c_i."""
+def _log_survival(logits: np.ndarray, before: np.ndarray, point: np.ndarray) -> np.ndarray:
+    """[S] log of the survival with this position, of which `point` holds log T and b."""
+    return np.minimum(before + _log_sigmoid(logits * np.exp(-point[0]) + point[1]), MAX_LOG_SURVIVAL)
+
+
+def _within(point: np.ndarray, low: float, high: float) -> np.ndarray:
+    return np.array([np.clip(point[0], low, high), point[1]])
+
+
+def _rescaled(step: StepRecord, factors: np.ndarray, offsets: np.ndarray) -> StepRecord:
+    """The step with sigmoid(logit(c_i) * factors_i + offsets_i) for its confidences c_i."""
     if not step.confidence:
         return step
-    if len(step.confidence) > len(scales):
-        raise ValueError(f"a step has {len(step.confidence)} drafts, and there are {len(scales)} temperatures")
-    logits = _logit(np.array(step.confidence)) * scales[: len(step.confidence)]
+    drafts = len(step.confidence)
+    if drafts > len(factors):
+        raise ValueError(f"a step has {drafts} drafts, and there are {len(factors)} temperatures")
+    logits = _logit(np.array(step.confidence)) * factors[:drafts] + offsets[:drafts]
     return replace(step, confidence=tuple(np.exp(_log_sigmoid(logits)).tolist()))
 
 

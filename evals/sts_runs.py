@@ -1,10 +1,11 @@
 """Fit the calibration of a drafter's confidences from finished runs, and measure it on requests that were not fitted.
 
-Prompts with an even index are fitted, those with an odd one measured; what is stored are the very temperatures that
-were measured. Temperatures fitted on the other half are given beside them: how far the two differ is how well the data
-determine them.
+Prompts with an even index are fitted, those with an odd one measured; what is stored is the very scaling that was
+measured. The scaling fitted on the other half is given beside it: how far the two differ is how well the data determine
+it.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from dspark.checkpoint import load_drafter, stored_head_digest
-from dspark.confidence import ConfidenceCalibration
+from dspark.confidence import ConfidenceCalibration, Scaling
 from dspark.evals.compare import Run, compare_runs
 from dspark.evals.records import RequestRecord
 from dspark.evals.settings import weights_sha256
@@ -27,7 +28,7 @@ HARMLESS = ("batch_size", "code", "commit", "datasets", "ignore_eos", "limit", "
 
 @dataclass(frozen=True)
 class Check:
-    """What the temperatures do on some requests; `temperature` None means those of all fitted cells together."""
+    """What the scaling does on some requests; `temperature` None means those of all fitted cells together."""
 
     name: str
     temperature: float | None
@@ -41,7 +42,7 @@ class Check:
 def fit_calibration(
     runs: Sequence[Run], drafter_path: str, sampling_temperatures: Sequence[float] | None = None
 ) -> tuple[ConfidenceCalibration, list[Check]]:
-    """Fit one temperature per draft position.
+    """Fit a temperature and an offset per draft position.
 
     Args:
         runs: finished runs of the drafter with all of its draft positions.
@@ -68,10 +69,10 @@ def fit_calibration(
     halves = [[r for records in chosen.values() for r in records if r.index % 2 == half] for half in (0, 1)]
     depth = description["settings"]["num_draft_tokens"]
     fitted, held_out = (_raw_steps(half, description) for half in halves)
-    temperatures, others = fit_sts(fitted, depth), fit_sts(held_out, depth)
-    effect = scaling_effect(held_out, temperatures)
+    scaling, others = fit_sts(fitted, depth), fit_sts(held_out, depth)
+    effect = scaling_effect(held_out, scaling)
     calibration = ConfidenceCalibration(
-        temperatures=tuple(temperatures),
+        scaling,
         head_sha256=_head_digest(drafter_path),
         fitted_on=_describe_fit(runs, chosen, halves[0]),
         held_out={
@@ -80,31 +81,37 @@ def fit_calibration(
             "num_positions": effect.num_positions,
             "ece": asdict(effect.ece),
             "brier": asdict(effect.brier),
-            "temperatures_of_this_half": others,
+            "scaling_of_this_half": others._asdict(),
         },
     )
     checks = [Check("all that were fitted, other half", None, effect)]
     for run in runs:
-        checks += measure_scaling(run, temperatures, half=1)
+        checks += measure_scaling(run, scaling, half=1)
     return calibration, checks
 
 
-def measure_scaling(run: Run, temperatures: Sequence[float], half: int | None = None) -> list[Check]:
-    """The effect of temperatures on every cell of a run.
+def measure_scaling(run: Run, scaling: Scaling, half: int | None = None) -> list[Check]:
+    """The effect of a scaling on every cell of a run, and on all data sets of a temperature together.
 
     Args:
         run: a finished run with confidences.
-        temperatures: one per draft position.
+        scaling: of every draft position.
         half: 0 or 1 takes the prompts with an even or odd index; None takes all.
     """
-    found = []
+    sets: dict[float, dict[str, list[list[StepRecord]]]] = defaultdict(dict)
     for (dataset, temperature), records in run.cells.items():
         part = [record for record in records if half is None or record.index % 2 == half]
         steps = _raw_steps(part, run.description)
         if any(step.confidence for request in steps for step in request):
-            name = dataset if half is None else f"{dataset}, other half"
-            found.append(Check(name, temperature, scaling_effect(steps, temperatures)))
-    return found
+            sets[temperature][dataset if half is None else f"{dataset}, other half"] = steps
+    for parts in sets.values():
+        if len(parts) > 1:
+            parts[f"all {len(parts)} sets together"] = [steps for part in parts.values() for steps in part]
+    return [
+        Check(name, temperature, scaling_effect(steps, scaling))
+        for temperature, parts in sets.items()
+        for name, steps in parts.items()
+    ]
 
 
 def _is_chosen(temperature: float, wanted: Sequence[float] | None) -> bool:
@@ -114,8 +121,8 @@ def _is_chosen(temperature: float, wanted: Sequence[float] | None) -> bool:
 def _raw_steps(records: Sequence[RequestRecord], description: dict[str, Any]) -> list[list[StepRecord]]:
     """Steps with the head's own confidences, whatever calibration was applied in the run."""
     steps = [list(record.steps) for record in records]
-    applied = (description["drafter"] or {}).get("confidence_temperatures")
-    return steps if applied is None else undo_scaling(steps, applied)
+    applied = (description["drafter"] or {}).get("confidence_scaling")
+    return steps if applied is None else undo_scaling(steps, Scaling(**applied))
 
 
 def _check_drafter(description: dict[str, Any], drafter_path: str) -> None:
@@ -132,7 +139,7 @@ def _check_drafter(description: dict[str, Any], drafter_path: str) -> None:
     if digest != ran["weights_sha256"]:
         raise ValueError(
             f"the runs used a drafter with weights {ran['weights_sha256'][:12]}, {drafter_path} has {digest[:12]}: the "
-            "temperatures would be those of another confidence head. Name the drafter of the runs with --drafter"
+            "scaling would be that of another confidence head. Name the drafter of the runs with --drafter"
         )
     drafts, positions = description["settings"]["num_draft_tokens"], drafter.config.max_draft_tokens
     if drafts != positions:
@@ -155,7 +162,7 @@ def _head_digest(drafter_path: str) -> str:
 def _describe_fit(
     runs: Sequence[Run], chosen: dict[tuple[str, str, float], list[RequestRecord]], fitted: Sequence[RequestRecord]
 ) -> dict[str, Any]:
-    """What the temperatures hold for; without names, which may be paths of the machine that fitted them."""
+    """What the scaling holds for; without names, which may be paths of the machine that fitted them."""
     description = runs[0].description
     names = {dataset for _, dataset, _ in chosen}
     datasets = {d["name"]: d for run in runs for d in run.description["datasets"] if d["name"] in names}

@@ -74,7 +74,7 @@ class Speculator(DSparkSpeculator):
             plugin=version("dspark"),
             vllm=vllm_version,
             kernels=kernels,
-            calibrated=head is not None and head.temperatures is not None,
+            calibrated=head is not None and head.scaling is not None,
         )
         logger.info("%s", line)
         return model

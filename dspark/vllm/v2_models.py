@@ -87,17 +87,17 @@ class DSparkDraftModel(Qwen3DSparkForCausalLM):
         if self.markov_head is not None:
             self.markov_head.load_state_dict(head)
         if self.confidence_head is not None:
-            self.confidence_head.temperatures = self._calibration_temperatures()
+            self.confidence_head.scaling = self._confidence_scaling()
 
-    def _calibration_temperatures(self) -> torch.Tensor | None:
-        """[max drafts] of `confidence_calibration.json` beside the weights, None where there is none."""
+    def _confidence_scaling(self) -> torch.Tensor | None:
+        """[2, max drafts] of `confidence_calibration.json` beside the weights, None where there is none."""
         with torch.device("cpu"):
             container = open_container(self.draft_model_config.model)
             resolved = check_files(container, None, None, Findings())
             calibration = None if resolved is None else stored_calibration(container, resolved)
         if calibration is None:
             return None
-        return torch.tensor(calibration.temperatures, device=self.confidence_head.proj.weight.device)
+        return torch.tensor(calibration.scaling, device=self.confidence_head.proj.weight.device)
 
     def sample_sequential(self, speculator: Any, num_reqs: int, head_hidden: torch.Tensor) -> bool:
         """vLLM's hook: draft K tokens of each request, inside the captured graph.

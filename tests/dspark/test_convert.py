@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from dspark import load_drafter
 from dspark.cli import main
-from dspark.confidence import CALIBRATION_FILE, ConfidenceCalibration, head_digest, write_calibration
+from dspark.confidence import CALIBRATION_FILE, ConfidenceCalibration, Scaling, head_digest, write_calibration
 from dspark.convert import convert, same_drafter
 from dspark.families import CheckpointError
 from dspark.sampling import SamplingParams, SamplingTensors, Streams
@@ -207,7 +207,7 @@ def test_the_calibration_comes_along(tmp_path):
     source = write_deepspec(tmp_path / "a")
     weights = tensors_of(source)
     digest = head_digest((name, weights[name]) for name in ("confidence_head.proj.weight", "confidence_head.proj.bias"))
-    write_calibration(source / CALIBRATION_FILE, ConfidenceCalibration((1.5, 0.7, 1.0, 2.0), digest))
+    write_calibration(source / CALIBRATION_FILE, ConfidenceCalibration(Scaling((1.5, 0.7, 1.0, 2.0), (0.1, 0.0, -0.2, 0.5)), digest))
     convert(source, tmp_path / "b", "speculators")
     assert load_drafter(tmp_path / "b").calibration == load_drafter(source).calibration
     assert_same_drafter(source, tmp_path / "b")

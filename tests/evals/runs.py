@@ -17,7 +17,7 @@ DRAFTER = {
     "confidence": "hidden+markov",
     "draft_vocab_size": 16,
     "weights_sha256": "d" * 64,
-    "confidence_temperatures": None,
+    "confidence_scaling": None,
     "dtype": "float32",
 }
 

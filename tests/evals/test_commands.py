@@ -1,11 +1,11 @@
 """`dspark eval` over several drafters and draft lengths, `dspark report` and `dspark calibrate`, on a tiny pair."""
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from tiny_target import write_counting_pair
@@ -172,8 +172,9 @@ class TestCalibrate:
         report = json.loads(said.out)
         stored = json.loads((copy / CALIBRATION_FILE).read_text())
         assert f"written: {copy / CALIBRATION_FILE}" in said.err
-        assert stored["temperatures"] == report["temperatures"]
-        assert load_drafter(copy).calibration.temperatures == tuple(stored["temperatures"])
+        scaling = {name: stored[name] for name in ("temperatures", "offsets")}
+        assert scaling == {name: report[name] for name in scaling}
+        assert load_drafter(copy).calibration.scaling == tuple(tuple(values) for values in scaling.values())
         assert stored["fitted_on"]["num_requests"] == stored["held_out"]["num_requests"] == 12
         assert stored["fitted_on"]["datasets"][0]["num_prompts"] == 24
         assert str(tmp_path) not in json.dumps(stored)  # no paths of this machine
@@ -187,21 +188,23 @@ class TestCalibrate:
         out = tmp_path / "again"
         assert run("eval", "--target", models[0], *again, "--drafter", str(copy), "--out", str(out)) == 0
         row, before = results(out)["rows"][0], results(Path(folder))["rows"][0]
-        assert row["settings"]["drafter"]["confidence_temperatures"] == stored["temperatures"]
+        assert row["settings"]["drafter"]["confidence_scaling"] == scaling
         assert row["acceptance"]["positions"][0]["conditional"] == before["acceptance"]["positions"][0]["conditional"]
         expected = check["effect"]["brier"]["after"]["value"]
         assert row["acceptance"]["calibration"]["brier"]["value"] == pytest.approx(expected, abs=1e-6)
         assert run("calibrate", str(out), "--drafter", str(copy), "--json") == 0
-        refitted = json.loads(capsys.readouterr().out.splitlines()[-1])["temperatures"]
-        assert [math.log(t) for t in refitted] == pytest.approx([math.log(t) for t in stored["temperatures"]], abs=1e-3)
+        refitted = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert np.log(refitted["temperatures"]) == pytest.approx(np.log(scaling["temperatures"]), abs=1e-3)
+        assert refitted["offsets"] == pytest.approx(scaling["offsets"], abs=1e-3)
 
     def test_a_table_for_people(self, sampled, tmp_path, capsys):
         folder, drafter = sampled
         assert run("calibrate", folder, "--drafter", drafter, "--out", str(tmp_path / "c.json")) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("temperatures: ")
-        assert lines[1].split()[:3] == ["requests", "not", "fitted"]
-        assert lines[2].startswith("all that were fitted, other half  all  12")
+        assert lines[1].startswith("offsets: ")
+        assert lines[2].split()[:3] == ["requests", "not", "fitted"]
+        assert lines[3].startswith("all that were fitted, other half  all  12")
         assert not (Path(drafter) / CALIBRATION_FILE).exists()
 
     @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class TestWhatMayBeCompared:
             pytest.param({"seed": 4}, "seed: 0 (a), 4 (b)", id="seed"),
             pytest.param({"drafter": {"weights_sha256": "e" * 64}}, "drafter.weights_sha256", id="drafter"),
             pytest.param(
-                {"drafter": {"confidence_temperatures": [1, 2, 3]}}, "temperatures: null (a)", id="calibration"
+                {"drafter": {"confidence_scaling": {"temperatures": [1, 2, 3]}}}, "scaling: null (a)", id="calibration"
             ),
             pytest.param({"drafter": None}, "drafter: {", id="plain"),
             pytest.param({"drafter_name": "copy"}, 'drafter.name: "a drafter" (a), "copy" (b)', id="name"),
@@ -44,7 +44,7 @@ class TestWhatMayBeCompared:
             compare_runs(runs)
         assert field in str(error.value)
         name = field.split(":")[0].split(".")[0]
-        name = "drafter" if name == "temperatures" else name
+        name = "drafter" if name == "scaling" else name
         assert f"add --allow-differences {name}" in str(error.value)
         assert len(str(error.value).splitlines()) == 1
         comparison = compare_runs(runs, [name])

@@ -104,8 +104,8 @@ class TestPage:
         assert "## Acceptance by draft position" not in text
 
     def test_calibration_that_was_applied_is_named(self, tmp_path):
-        run = coin_run(drafter={"confidence_temperatures": [1.25, 2.0, 0.5]})
-        assert "scaled by temperatures 1.25 2 0.5." in page(tmp_path, compare_runs([run]))
+        run = coin_run(drafter={"confidence_scaling": {"temperatures": [1.25, 2.0], "offsets": [0.5, -1.0]}})
+        assert "scaled by temperatures 1.25 2, offsets 0.5 -1." in page(tmp_path, compare_runs([run]))
 
 
 def test_the_printed_table_ends_with_the_means_of_the_sets():

@@ -8,7 +8,7 @@ from v2_engine import Step, fill_buffers, load_speculator, make_config, one_proc
 
 from dspark import load_drafter
 from dspark.checkpoint import check_files, stored_head_digest
-from dspark.confidence import CALIBRATION_FILE, ConfidenceCalibration, write_calibration
+from dspark.confidence import CALIBRATION_FILE, ConfidenceCalibration, Scaling, write_calibration
 from dspark.families import Findings
 from dspark.families.container import open_container
 from dspark.sampling import SamplingParams, SamplingTensors, Streams, draft_token
@@ -148,7 +148,7 @@ def calibrate(folder):
     """Put a calibration beside the drafter in `folder`."""
     container = open_container(folder)
     digest = stored_head_digest(check_files(container, None, None, Findings()).tensors)
-    write_calibration(folder / CALIBRATION_FILE, ConfidenceCalibration((0.5, 1.5, 2.0, 3.0), digest))
+    write_calibration(folder / CALIBRATION_FILE, ConfidenceCalibration(Scaling((0.5, 1.5, 2.0, 3.0), (0.4, -0.5, 0.0, 1.0)), digest))
 
 
 def test_confidences_and_numbers_of_each_step(loaded):
