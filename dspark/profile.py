@@ -63,6 +63,7 @@ def profile(
     drafter: Drafter,
     settings: ProfileSettings,
     report: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """Measure a cost table on this machine.
 
@@ -71,6 +72,7 @@ def profile(
         drafter: the drafter, with a confidence head (without one nothing could be scheduled).
         settings: what to time.
         report: called with a line of progress per batch size.
+        clock: seconds; `time.process_time` on a CPU that others use too, with one thread.
 
     Raises:
         ValueError: there is no confidence head, K is outside the trained range, or the prompts leave no room within the
@@ -92,7 +94,7 @@ def profile(
         )
     points = []
     for batch_size in sorted(settings.batch_sizes):
-        seconds = time_steps(target, drafter, batch_size, longest, settings)
+        seconds = time_steps(target, drafter, batch_size, longest, settings, clock)
         points += [_point(batch_size, kind, times) for kind, times in sorted(seconds.items())]
         full, plain = (np.median(seconds[kind]) * 1e3 for kind in (longest, PLAIN))
         report(f"{batch_size} requests: {plain:.1f} ms a plain step, {full:.1f} ms with {longest} drafts verified")
@@ -100,7 +102,12 @@ def profile(
 
 
 def time_steps(
-    target: HFTarget, drafter: Drafter, batch_size: int, longest: int, settings: ProfileSettings
+    target: HFTarget,
+    drafter: Drafter,
+    batch_size: int,
+    longest: int,
+    settings: ProfileSettings,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, list[float]]:
     """Seconds of steps by drafts verified, 0..longest, and `PLAIN`; `settings.repeats` of each."""
     rng = random.Random(settings.seed)
@@ -108,7 +115,7 @@ def time_steps(
     kinds = [PLAIN, *range(longest + 1)]
     for _ in range(settings.repeats):
         order = rng.sample(kinds, len(kinds))
-        sweep = _Sweep([longest, PLAIN, *order], target.device)
+        sweep = _Sweep([longest, PLAIN, *order], target.device, clock)
         prompts = [[rng.randrange(target.vocab_size) for _ in range(settings.context)] for _ in range(batch_size)]
         params = [
             SamplingParams(
@@ -135,14 +142,14 @@ class SweepOver(Exception):
 class _Sweep(Schedule):
     """Runs a list of lengths, one a step, and notes when each step began."""
 
-    def __init__(self, order: Sequence[int], device: torch.device) -> None:
-        self.order, self.device = list(order), device
+    def __init__(self, order: Sequence[int], device: torch.device, clock: Callable[[], float]) -> None:
+        self.order, self.device, self.clock = list(order), device, clock
         self.started: list[float] = []
 
     def plan(self, limits: Sequence[int]) -> int:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.started.append(time.perf_counter())
+        self.started.append(self.clock())
         if len(self.started) > len(self.order):
             raise SweepOver
         return 0 if self._now == PLAIN else max(limits)

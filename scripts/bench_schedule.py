@@ -12,13 +12,14 @@ the ratio is taken within each round, against the fixed number of drafts (0 is p
 
 At temperature 0 all contenders emit the same texts, and a ratio shows time alone. Sampled ones have texts of their own:
 with few requests acceptance then differs by chance, which the columns "tokens a step" and "ms a step" tell apart.
+On a CPU that others use, --cpu-time (with OMP_NUM_THREADS=1) counts the process's own seconds.
 """
 
 import argparse
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -73,7 +74,13 @@ class Pace:
     drafts_verified: float
 
 
-def run(pair: Any, contender: Contender, prompts: Sequence[list[int]], params: list[SamplingParams]) -> Pace:
+def run(
+    pair: Any,
+    contender: Contender,
+    prompts: Sequence[list[int]],
+    params: list[SamplingParams],
+    clock: Callable[[], float],
+) -> Pace:
     """Generate until the first request ends."""
     tokens = drafts = steps = 0
     started, seen, whole = 0.0, 0.0, (0, 0, 0, 0.0)
@@ -81,12 +88,12 @@ def run(pair: Any, contender: Contender, prompts: Sequence[list[int]], params: l
     def on_tokens(index: int, new: list[int], step: Any) -> None:
         nonlocal tokens, drafts, steps, seen, whole, started
         if step is None:  # prefill; the last of these calls starts the clock
-            started = seen = time.perf_counter()
+            started = seen = clock()
             return
         if index == 0:  # a step has begun to report: all of the one before it counts
             whole = steps, tokens, drafts, seen
             steps += 1
-        tokens, drafts, seen = tokens + len(new), drafts + step.num_offered, time.perf_counter()
+        tokens, drafts, seen = tokens + len(new), drafts + step.num_offered, clock()
 
     def on_finish(*_: Any) -> None:
         raise FirstRequestEnded
@@ -125,7 +132,7 @@ def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: a
             for _ in prompts
         ]
         for contender in rng.sample(contenders, len(contenders)):
-            pace = run(pair, contender, prompts, params)
+            pace = run(pair, contender, prompts, params, clock_of(options))
             if rounds:
                 paces[contender.name].append(pace)
                 here = {"requests": len(prompts), "temperature": options.temperature, "round": rounds}
@@ -139,6 +146,11 @@ def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: a
         if c.scheduled
     }
     return {"requests": len(prompts), "paces": paces, "best_fixed": best, "ratio_to_best_fixed": ratios}
+
+
+def clock_of(options: argparse.Namespace) -> Callable[[], float]:
+    """What is read before and after."""
+    return time.process_time if options.cpu_time else time.perf_counter
 
 
 def write(row: dict[str, Any], options: argparse.Namespace) -> None:
@@ -194,6 +206,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cost", help="a table of `dspark profile`, made on this machine; default: profile first")
     parser.add_argument("--save-cost", help="write the profiled table here")
     parser.add_argument("--profile-repeats", type=int, default=7)
+    parser.add_argument("--cpu-time", action="store_true", help="count the process's own seconds")
     parser.add_argument("--out", help="append every run here, a line of JSON each")
     return parser.parse_args()
 
@@ -209,7 +222,7 @@ def main(options: argparse.Namespace) -> int:
         settings = ProfileSettings(
             tuple(options.batch_size), longest, temperature=options.temperature, repeats=options.profile_repeats
         )
-        cost = profile(pair.target, pair.drafter, settings, print)
+        cost = profile(pair.target, pair.drafter, settings, print, clock_of(options))
         if options.save_cost:
             cost.save(options.save_cost)
     print(format_cost(cost), flush=True)
