@@ -142,7 +142,9 @@ class SweepOver(Exception):
 class _Sweep(Schedule):
     """Runs a list of lengths, one a step, and notes when each step began."""
 
-    def __init__(self, order: Sequence[int], device: torch.device, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, order: Sequence[int], device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.order, self.device, self.clock = list(order), device, clock
         self.started: list[float] = []
 
