@@ -11,7 +11,8 @@ import torch
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.logger import init_logger
 
-from dspark.checkpoint import check_files
+from dspark.checkpoint import check_files, stored_calibration
+from dspark.confidence import ConfidenceCalibration
 from dspark.config import DrafterConfig
 from dspark.drafter import check_num_draft_tokens
 from dspark.families import CheckpointError, Findings
@@ -97,11 +98,30 @@ def align_drafter_config(hf_config: Any, drafter: DrafterConfig) -> None:
         rope.pop("partial_rotary_factor", None)
 
 
+@dataclass(frozen=True)
+class StoredDrafter:
+    """What a drafter's files say.
+
+    Attributes:
+        config: the checkpoint's record.
+        calibration: of its confidence head, None where none lies beside the weights.
+    """
+
+    config: DrafterConfig
+    calibration: ConfidenceCalibration | None
+
+
 def resolve_drafter(path: str, target: ModelConfig) -> DrafterConfig:
-    """The checkpoint's record, after every check that needs no weights.
+    """The checkpoint's record, as in `read_drafter`."""
+    return read_drafter(path, target).config
+
+
+def read_drafter(path: str, target: ModelConfig) -> StoredDrafter:
+    """Read a checkpoint's files, with every check that needs no weights.
 
     Raises:
-        CheckpointError: the checkpoint is not a drafter, not a supported one, or not one for this target.
+        CheckpointError: the checkpoint is not a drafter, not a supported one, or not one for this target; or its
+            calibration is of another head.
     """
     findings = Findings()
     container = findings.attempt(open_container, path)
@@ -109,7 +129,7 @@ def resolve_drafter(path: str, target: ModelConfig) -> DrafterConfig:
     findings.raise_problems(path)
     if resolved is None or resolved.config is None:
         raise CheckpointError(f"{path}: nothing could be read from this drafter checkpoint")
-    return resolved.config
+    return StoredDrafter(resolved.config, stored_calibration(container, resolved))
 
 
 def _option_problems(speculative: SpeculativeConfig) -> list[str]:

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from dspark.vllm.v2_chain import Chain, ProposalStore, StepInputs
-from dspark.vllm.v2_models import DSparkDraftModel, drafter_config
+from dspark.vllm.v2_models import DSparkDraftModel, stored_drafter
 from dspark.vllm.v2_plan import OUR_ARCHITECTURE, Plan, describe, is_ours, make_plan
 from dspark.vllm.v2_rows import StepBuffers
 from dspark.vllm.v2_verify import Verifier
@@ -43,7 +43,8 @@ class Speculator(DSparkSpeculator):
     chain: Chain | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        self.plan: Plan = make_plan(vllm_config, drafter_config(vllm_config))
+        self.stored = stored_drafter(vllm_config)
+        self.plan: Plan = make_plan(vllm_config, self.stored.config)
         super().__init__(vllm_config, device)
         self.store: ProposalStore | None = None
         if self.plan.chain != "vllm":

@@ -10,19 +10,17 @@ a collective each time. All ranks therefore compute the same chain from the same
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
-from dspark.checkpoint import check_files, check_finite, stored_calibration
-from dspark.config import DrafterConfig
-from dspark.families import Findings
-from dspark.families.container import open_container
+from dspark.checkpoint import check_finite
 from dspark.families.names import IGNORED, canonical_name
 from dspark.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
-from dspark.vllm.requirements import resolve_drafter
+from dspark.vllm.requirements import StoredDrafter, read_drafter
 
 HEAD = "markov_head."
 
@@ -32,7 +30,7 @@ class DSparkBackbone(DFlashQwen3Model):
 
     def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
-        drafter = drafter_config(vllm_config)
+        drafter = stored_drafter(vllm_config).config
         self.markov_head = MARKOV_HEADS[drafter.markov_kind](drafter) if drafter.markov_rank else None
         self.confidence_head = ConfidenceHead(drafter) if drafter.confidence != "none" else None
 
@@ -46,7 +44,8 @@ class DSparkDraftModel(Qwen3DSparkForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         # The parent's own constructor names its backbone; that of the class above takes `model_cls`.
         DFlashQwen3ForCausalLM.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        self.drafter = drafter_config(vllm_config)
+        self.stored = stored_drafter(vllm_config)
+        self.drafter = self.stored.config
         self.num_draft_tokens = vllm_config.speculative_config.num_speculative_tokens
         self.target_vocab_size = vllm_config.model_config.get_vocab_size()
         if self.drafter.draft_vocab_size >= self.target_vocab_size:
@@ -73,31 +72,23 @@ class DSparkDraftModel(Qwen3DSparkForCausalLM):
         return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the checkpoint's tensors, which `resolve_drafter` has compared with the expected list.
+        """Load the checkpoint's tensors, which `read_drafter` has compared with the expected list.
 
         Args:
             weights: stored names and tensors.
 
         Raises:
-            CheckpointError: a weight is NaN or infinite, or the folder's confidence calibration is of another head.
+            CheckpointError: a weight is NaN or infinite.
         """
         # vLLM renames every gate_proj into a fused one, that of a gated head too; ours are copied as they are.
         head: dict[str, torch.Tensor] = {}
         super().load_weights(_all_but_head(weights, head))
         if self.markov_head is not None:
             self.markov_head.load_state_dict(head)
-        if self.confidence_head is not None:
-            self.confidence_head.scaling = self._confidence_scaling()
-
-    def _confidence_scaling(self) -> torch.Tensor | None:
-        """[2, max drafts] of `confidence_calibration.json` beside the weights, None where there is none."""
-        with torch.device("cpu"):
-            container = open_container(self.draft_model_config.model)
-            resolved = check_files(container, None, None, Findings())
-            calibration = None if resolved is None else stored_calibration(container, resolved)
-        if calibration is None:
-            return None
-        return torch.tensor(calibration.scaling, device=self.confidence_head.proj.weight.device)
+        calibration = self.stored.calibration
+        if self.confidence_head is not None and calibration is not None:
+            device = self.confidence_head.proj.weight.device
+            self.confidence_head.scaling = torch.tensor(calibration.scaling, device=device)
 
     def sample_sequential(self, speculator: Any, num_reqs: int, head_hidden: torch.Tensor) -> bool:
         """vLLM's hook: draft K tokens of each request, inside the captured graph.
@@ -158,10 +149,21 @@ class DSparkDraftModel(Qwen3DSparkForCausalLM):
         return head
 
 
-def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
-    """The checkpoint's record, read again in this process; everything was refused that is to be refused."""
-    with torch.device("cpu"):  # vLLM builds models with the GPU as the default device, and files are read here
-        return resolve_drafter(vllm_config.speculative_config.draft_model_config.model, vllm_config.model_config)
+_stored: "WeakValueDictionary[int, StoredDrafter]" = WeakValueDictionary()
+
+
+def stored_drafter(vllm_config: VllmConfig) -> StoredDrafter:
+    """What the drafter's files say: read by the first who asks, for an engine, and as long as somebody holds it.
+
+    Everything was refused that is to be refused.
+    """
+    key = id(vllm_config.speculative_config)
+    stored = _stored.get(key)
+    if stored is None:
+        with torch.device("cpu"):  # vLLM builds models with the GPU as the default device, and files are read here
+            stored = read_drafter(vllm_config.speculative_config.draft_model_config.model, vllm_config.model_config)
+        _stored[key] = stored
+    return stored
 
 
 def _all_but_head(

@@ -13,8 +13,9 @@ from dspark.families import Findings
 from dspark.families.container import open_container
 from dspark.sampling import SamplingParams, SamplingTensors, Streams, draft_token
 from dspark.schedule import step_streams
+from dspark.vllm import v2_models
 from dspark.vllm.v1 import served_target
-from dspark.vllm.v2_models import drafter_config
+from dspark.vllm.v2_models import stored_drafter
 
 STEP = Step(
     slots=[6, 2, 7],
@@ -148,7 +149,9 @@ def calibrate(folder):
     """Put a calibration beside the drafter in `folder`."""
     container = open_container(folder)
     digest = stored_head_digest(check_files(container, None, None, Findings()).tensors)
-    write_calibration(folder / CALIBRATION_FILE, ConfidenceCalibration(Scaling((0.5, 1.5, 2.0, 3.0), (0.4, -0.5, 0.0, 1.0)), digest))
+    write_calibration(
+        folder / CALIBRATION_FILE, ConfidenceCalibration(Scaling((0.5, 1.5, 2.0, 3.0), (0.4, -0.5, 0.0, 1.0)), digest)
+    )
 
 
 def test_confidences_and_numbers_of_each_step(loaded):
@@ -169,7 +172,18 @@ def test_a_checkpoint_is_read_on_the_cpu_whatever_the_default_device(target, dra
     without_v1_checks(monkeypatch)
     config = make_config(target, drafter("speculators", transformer_layer_config__layer_types=["full_attention"] * 2))
     with torch.device("meta"):
-        assert drafter_config(config).draft_vocab_size == 129
+        assert stored_drafter(config).config.draft_vocab_size == 129
+
+
+def test_an_engine_reads_the_drafters_files_once(loaded, monkeypatch):
+    read = []
+    reading = v2_models.read_drafter
+    monkeypatch.setattr(v2_models, "read_drafter", lambda *where: read.append(where) or reading(*where))
+    speculator, library = loaded({}, {"draft_sample_method": "probabilistic"}, prepare=calibrate)
+    assert len(read) == 1
+    assert torch.equal(speculator.model.confidence_head.scaling, library.confidence_head.scaling)
+    loaded({}, {"draft_sample_method": "probabilistic"})
+    assert len(read) == 2
 
 
 def test_a_requests_drafts_do_not_depend_on_its_neighbours(loaded):
