@@ -219,12 +219,6 @@ def _add_quality(commands: Any, shared: dict[str, Any]) -> None:
         "'ece.high<=0.05'; a wrong name lists all",
     )
     quality.add_argument(
-        "--completions",
-        action="store_true",
-        default=False,
-        help="score on the field `completion` of the data set instead of the target's own continuations",
-    )
-    quality.add_argument(
         "--states",
         metavar="DIR",
         help="keep the target's states here, for these settings only; default: a folder for each in the user's cache",

@@ -20,11 +20,11 @@ from dspark.confidence import CALIBRATION_FILE, write_calibration
 from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings
 from dspark.evals.backends import Backend, LoopBackend
-from dspark.evals.compare import Comparison, Run, compare_runs, load_run, load_runs
+from dspark.evals.compare import Comparison, compare_runs, load_run, load_runs
 from dspark.evals.folder import REPORT_FILE, write_report
 from dspark.evals.records import SETTINGS_FILE
 from dspark.evals.report import format_comparison, number
-from dspark.evals.run import run_backend
+from dspark.evals.run import OpenRun, open_run
 from dspark.evals.sts_runs import Check, fit_calibration, measure_scaling
 from dspark.loop import check_schedule
 from dspark.schedule import parse_schedule
@@ -48,13 +48,14 @@ def evaluate(options: argparse.Namespace) -> int:
     out = output_folder(options)
     if out is not None:
         _check_folder(out, several=len(variants) > 1)
-    runs: list[Run] = []
+    opened: list[OpenRun] = []  # all before the first runs, so that a folder says what is missing in it
     pairs = _load_all(variants)
     for variant, chosen, pair in zip(variants, settings, pairs, strict=True):
         backend, target_name, drafter_name = _open_backend(variant.options, chosen, pair)
         chosen = replace(chosen, target_name=target_name, drafter_name=drafter_name)
         folder = out if out is None or len(variants) == 1 else out / variant.name
-        runs.append(run_backend(backend, chosen, folder, run_name=variant.name))
+        opened.append(open_run(backend, chosen, folder, variant.name))
+    runs = [run.finish() for run in opened]
     comparison = compare_runs(runs, _varied(variants))
     if out is not None:
         _say_where(out, write_report(out, comparison))

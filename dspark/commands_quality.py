@@ -39,7 +39,6 @@ def quality(options: argparse.Namespace) -> int:
     scoring = QualityOptions(
         num_draft_tokens=tuple(getattr(options, "num_draft_tokens", ())),
         ablate=tuple(getattr(options, "ablate", ())),
-        completions=options.completions,
         states=output_folder(options, "states") or cache_folder() / STATES_FOLDER,
         keyed=not hasattr(options, "states"),
     )

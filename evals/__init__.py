@@ -6,7 +6,7 @@ from dspark.evals.datasets import format_prompt, load_dataset, packaged_datasets
 from dspark.evals.folder import write_report
 from dspark.evals.report import format_table
 from dspark.evals.rows import ResultRow
-from dspark.evals.run import evaluate, evaluate_backend
+from dspark.evals.run import evaluate, open_run
 from dspark.evals.settings import EvalSettings
 from dspark.evals.sts import fit_sts
 
@@ -17,13 +17,13 @@ __all__ = [
     "Run",
     "compare_runs",
     "evaluate",
-    "evaluate_backend",
     "fit_sts",
     "format_prompt",
     "format_table",
     "load_dataset",
     "load_runs",
     "measure_acceptance",
+    "open_run",
     "packaged_datasets",
     "write_report",
 ]

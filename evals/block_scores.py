@@ -20,9 +20,6 @@ max(q_r - p_r, 0)(y) * max(p_r - q_r, 0)(x_r) / TV. Averaged over paths x ~ p th
 output is distributed as p. At temperature 0, and for drafts that are not drawn but the argmax, q or p is one-hot and
 the same formulas hold.
 
-A path that the target did not sample (a data set's completion) has no such law. There accept_i is overlap_i: the
-chance of acceptance behind each prefix of that text, weighed as if the text had been emitted.
-
 Source: Leviathan et al. 2023, arXiv:2211.17192, section 2.3 and appendix A.1 (the law of a step), conditioned on what
 it emits. Read next: `dspark.evals.quality_figures`. Two commands that run it:
 
@@ -100,7 +97,7 @@ def score_paths(
         drafter: loaded for this target.
         store: states of all paths with the drafter's taps.
         paths: requests with their continuations; those of one token have no anchor.
-        rule: sampling, drafting, K and whether the target sampled the paths.
+        rule: sampling, drafting and K.
         on_scored: called with a number of anchors as they are done.
 
     Returns:
@@ -160,8 +157,7 @@ class _Judge:
         on_path = i < self.left
         p = None if self.texts.probs is None else self.texts.probs[self.rows, offset]
         if p is None:
-            emitted = token if self.rule.sampled_path else self.texts.likeliest[self.rows, offset]
-            accept = overlap = (likeliest == emitted).to(logits.dtype)
+            accept = overlap = (likeliest == token).to(logits.dtype)
         else:
             p_token = p.gather(-1, token[:, None])[:, 0]
             if self.rule.one_hot_drafts:
@@ -173,7 +169,7 @@ class _Judge:
                 overlap = torch.minimum(p if self.texts.ids is None else p[:, self.texts.ids], q).sum(-1)
             # A token without probability was emitted all the same (rounding): the limit of small p is taken.
             ratio = torch.where(p_token > 0, q_token / p_token, (q_token > 0).to(q_token.dtype))
-            accept = ratio.clamp_max(1.0) if self.rule.sampled_path else overlap
+            accept = ratio.clamp_max(1.0)
         scaled = logits / (1.0 if self.rule.greedy else self.rule.params.temperature)
         entropy = scaled.logsumexp(-1) - scaled.gather(-1, column)[:, 0]
         agrees = likeliest == self.texts.likeliest[self.rows, offset]
@@ -275,7 +271,7 @@ def _score_chunk(
         confidence=_numpy(along),
         rejected_at=_numpy(rejected_at),
         rejected_survival=_numpy(rejected),
-        num_rescored=texts.num_rescored(judge.rows, judge.offsets) if rule.sampled_path else 0,
+        num_rescored=texts.num_rescored(judge.rows, judge.offsets),
         **{name: _numpy(values) for name, values in columns.items()},
     )
 

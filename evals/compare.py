@@ -68,9 +68,10 @@ def load_run(folder: Path, name: str) -> Run:
     Raises:
         ValueError: there is no run, it is not finished, or its files are damaged.
     """
-    for file in (SETTINGS_FILE, RECORDS_FILE):
-        if not (folder / file).is_file():
-            raise ValueError(f"{folder} holds no run: it has no {file}; name a folder that dspark eval --out wrote")
+    if not (folder / SETTINGS_FILE).is_file():
+        raise ValueError(
+            f"{folder} holds no run: it has no {SETTINGS_FILE}; name a folder that dspark eval --out wrote"
+        )
     try:
         description = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -80,7 +81,7 @@ def load_run(folder: Path, name: str) -> Run:
             f"{folder} holds no run of dspark eval: its {SETTINGS_FILE} lacks settings and datasets, as in the folders "
             "of dspark quality --states; name a folder that dspark eval --out wrote"
         )
-    records, _ = read_records(folder / RECORDS_FILE)
+    records, _ = read_records(folder / RECORDS_FILE)  # none where no request has ended yet
     cells: dict[Cell, list[RequestRecord]] = {}
     for dataset in description["datasets"]:
         for temperature in description["settings"]["temperatures"]:

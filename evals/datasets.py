@@ -72,6 +72,19 @@ def load_dataset(name_or_path: str | Path, limit: int | None = None) -> Dataset:
     return Dataset(path.stem, path, hashlib.sha256(data).hexdigest(), tuple(prompts[:limit]))
 
 
+def load_datasets(names: Sequence[str], limit: int | None = None) -> list[Dataset]:
+    """Several sets by `load_dataset`.
+
+    Raises:
+        ValueError: as there, or two sets have the same name.
+    """
+    datasets = [load_dataset(name, limit) for name in names]
+    found = [dataset.name for dataset in datasets]
+    if len(set(found)) < len(found):
+        raise ValueError(f"two data sets have the same name, so their rows could not be told apart: {', '.join(found)}")
+    return datasets
+
+
 def _resolve(name_or_path: str | Path) -> Path:
     if str(name_or_path) in packaged_datasets():
         return PACKAGED / f"{name_or_path}.jsonl"

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from dspark.drafter import Drafter, check_num_draft_tokens
 from dspark.evals.block_scores import ScoringRule, score_paths, without_markov
-from dspark.evals.datasets import Dataset, PromptFormat, load_dataset, resolve_prompt_format
+from dspark.evals.datasets import Dataset, PromptFormat, load_datasets, resolve_prompt_format
 from dspark.evals.quality_figures import Quality, measure_quality
 from dspark.evals.records import RECORDS_FILE, RESULTS_FILE, write_json
 from dspark.evals.settings import EvalSettings, describe_drafter, describe_target, library_versions, source_commit
@@ -35,7 +35,6 @@ from dspark.evals.target_states import (
     compute_states,
     continue_prompts,
     describe_states,
-    read_completions,
     states_key,
 )
 from dspark.loop import check_pair
@@ -49,15 +48,13 @@ class QualityOptions:
     """What `EvalSettings` has no word for.
 
     `num_draft_tokens`: a row for each K; empty means each drafter's maximum. `ablate`: names of `ABLATIONS`, a row for
-    each beside the intact drafter. `completions`: score on the data sets' own completions instead of the target's
-    continuations. `states`: folder in which target states are kept by data set and temperature, and refused if their
-    settings differ; None keeps them only while scoring. `keyed`: name the folders inside by all settings, so that
-    different ones stand side by side.
+    each beside the intact drafter. `states`: folder in which target states are kept by data set and temperature, and
+    refused if their settings differ; None keeps them only while scoring. `keyed`: name the folders inside by all
+    settings, so that different ones stand side by side.
     """
 
     num_draft_tokens: tuple[int, ...] = ()
     ablate: tuple[str, ...] = ()
-    completions: bool = False
     states: Path | None = None
     keyed: bool = False
 
@@ -139,10 +136,7 @@ def score_drafters(
         check_pair(target, drafter)
         for num_draft_tokens in options.num_draft_tokens:
             check_num_draft_tokens(drafter.config, num_draft_tokens)
-    datasets = [load_dataset(name, settings.limit) for name in settings.datasets]
-    names = [dataset.name for dataset in datasets]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two data sets have the same name, so their rows could not be told apart: {', '.join(names)}")
+    datasets = load_datasets(settings.datasets, settings.limit)
     prompt_format = resolve_prompt_format(target, settings.prompt_mode, settings.thinking)
     with TemporaryDirectory() as scratch:
         sets = _text_sets(target, datasets, settings, prompt_format, options, options.states or Path(scratch), progress)
@@ -170,22 +164,13 @@ def _text_sets(
 ) -> list[_TextSet]:
     """Open the stores and complete the texts of every data set and temperature; states come later."""
     opened: list[tuple[Dataset, float, StateStore]] = []
-    stores: dict[Path, StateStore] = {}  # completions are the same at every temperature
     for dataset in datasets:
         for temperature in settings.temperatures:
             description = describe_states(target, settings, dataset, prompt_format, temperature)
-            folder = f"{dataset.name}-T{temperature:g}"
-            if options.completions:
-                description["continuation"], folder = "data set", f"{dataset.name}-completions"
-                description["sampling"] = {"max_new_tokens": settings.max_new_tokens}
             key = f"-{states_key(description)}" if options.keyed else ""
-            path = root / (folder + key)
-            stores[path] = stores.get(path) or StateStore(path, description)
-            opened.append((dataset, temperature, stores[path]))
-    if options.completions:
-        texts = [read_completions(target, d, prompt_format, settings.max_new_tokens) for d, _, _ in opened]
-    else:
-        texts = continue_prompts(target, opened, settings, prompt_format, progress)
+            store = StateStore(root / f"{dataset.name}-T{temperature:g}{key}", description)
+            opened.append((dataset, temperature, store))
+    texts = continue_prompts(target, opened, settings, prompt_format, progress)
     return [_TextSet(*parts, paths) for parts, paths in zip(opened, texts, strict=True)]
 
 
@@ -213,7 +198,6 @@ def _rows(
         max(lengths),
         settings.drafting,
         settings.draft_truncation,
-        sampled_path=not options.completions,
     )
     started = time.perf_counter()
     num_anchors = sum(path.num_anchors for path in texts.paths)

@@ -84,13 +84,11 @@ def _position_table(positions: Sequence[PositionQuality]) -> list[str]:
 def _basis(row: QualityRow) -> str:
     states = row.settings["states"]
     sampling = states["sampling"]
-    text = f"{row.dataset}: sha256 {states['dataset']['sha256'][:8]}, {states['prompt_format']['mode']} prompts, "
-    if states["continuation"] == "data set":
-        return text + "on the data set's completions, which the target did not sample"
     return (
-        f"{text}continued by the target at top_k={sampling['top_k']} top_p={sampling['top_p']} "
-        f"min_p={sampling['min_p']}, at most {sampling['max_new_tokens']} tokens, seed {sampling['seed']}; "
-        f"{row.settings['drafting']} drafting; {states['target']['dtype']}; intervals over requests"
+        f"{row.dataset}: sha256 {states['dataset']['sha256'][:8]}, {states['prompt_format']['mode']} prompts, "
+        f"continued by the target at top_k={sampling['top_k']} top_p={sampling['top_p']} min_p={sampling['min_p']}, "
+        f"at most {sampling['max_new_tokens']} tokens, seed {sampling['seed']}; {row.settings['drafting']} drafting; "
+        f"{states['target']['dtype']}; intervals over requests"
     )
 
 

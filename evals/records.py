@@ -8,11 +8,14 @@ request runs again.
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark.records import FinishReason, StepRecord
+from dspark.evals.datasets import Dataset, Prompt, PromptFormat, format_prompt, prompt_sha256
+from dspark.evals.settings import request_seed
+from dspark.records import FinishReason, Generation, StepRecord
 
 SETTINGS_FILE = "settings.json"
 RECORDS_FILE = "records.jsonl"
@@ -55,6 +58,62 @@ class RequestRecord:
         return cls(**{**row, "token_ids": tuple(row["token_ids"]), "steps": tuple(steps)})
 
 
+@dataclass(frozen=True)
+class Request:
+    """One prompt of a data set at one temperature, formatted, with its seed."""
+
+    dataset: str
+    temperature: float
+    prompt: Prompt
+    prompt_ids: list[int]
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        """That of its record."""
+        return self.dataset, self.temperature, self.prompt.index
+
+    def record(self, generation: Generation) -> RequestRecord:
+        """What is kept of it when it has ended."""
+        return RequestRecord(
+            dataset=self.dataset,
+            temperature=self.temperature,
+            index=self.prompt.index,
+            domain=self.prompt.domain,
+            seed=self.seed,
+            prompt_sha256=prompt_sha256(self.prompt_ids),
+            num_prompt_tokens=len(self.prompt_ids),
+            num_tokens=len(generation.token_ids),
+            finish_reason=generation.finish_reason,
+            token_ids=tuple(generation.token_ids),
+            steps=tuple(generation.steps),
+        )
+
+
+def list_requests(
+    source: Any, dataset: Dataset, temperature: float, prompt_format: PromptFormat, seed: int
+) -> list[Request]:
+    """The requests of a data set at a temperature, in prompt order.
+
+    Args:
+        source: anything with the target's `tokenizer`.
+        dataset: the prompts.
+        temperature: of all of them.
+        prompt_format: how prompts are formatted.
+        seed: of the run; each request gets its own from it.
+    """
+    return [
+        Request(
+            dataset=dataset.name,
+            temperature=temperature,
+            prompt=prompt,
+            prompt_ids=format_prompt(source, prompt.text, prompt_format),
+            seed=request_seed(seed, dataset.name, prompt.index),
+        )
+        for prompt in dataset.prompts
+    ]
+
+
 class RecordStore:
     """Records of one run, in memory and, given a folder, on disk.
 
@@ -67,7 +126,7 @@ class RecordStore:
     """
 
     def __init__(self, folder: Path | None, description: dict[str, Any]):
-        self.folder = folder
+        self.folder, self.description = folder, description
         self.records: dict[tuple[str, float, int], RequestRecord] = {}
         if folder is None:
             return
@@ -81,6 +140,26 @@ class RecordStore:
         if self.folder is not None:
             with (self.folder / RECORDS_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(record)) + "\n")
+
+    def missing(self, requests: Sequence[Request]) -> list[Request]:
+        """Those without a record.
+
+        Raises:
+            ValueError: a record is of other prompt tokens. Settings do not name the tokenizer, so it is checked here by
+                what it does.
+        """
+        found = []
+        for request in requests:
+            record, expected = self.records.get(request.key), prompt_sha256(request.prompt_ids)
+            if record is None:
+                found.append(request)
+            elif record.prompt_sha256 != expected:
+                raise ValueError(
+                    f"prompt {record.index} of {record.dataset} is stored in {self.folder} with sha256 "
+                    f"{record.prompt_sha256}, but its tokens now give {expected}: the tokenizer has changed. Choose "
+                    "another folder"
+                )
+        return found
 
     def _claim(self, path: Path, description: dict[str, Any]) -> None:
         if not path.exists():
@@ -107,21 +186,20 @@ class RecordStore:
             )
 
     def _load(self, path: Path) -> None:
-        if not path.exists():
-            return
         self.records, num_bytes = read_records(path)
-        if num_bytes < path.stat().st_size:
+        if path.exists() and num_bytes < path.stat().st_size:
             with path.open("r+b") as file:
                 file.truncate(num_bytes)
 
 
 def read_records(path: Path) -> tuple[dict[tuple[str, float, int], RequestRecord], int]:
-    """The records of a file by their keys, and how many bytes of it they are; a torn last line is no record.
+    """The records of a file by their keys, and how many bytes of it they are; a torn last line is no record, and a file
+    that is not there has none.
 
     Raises:
         ValueError: a line is damaged, or a request is there twice; named as file:line.
     """
-    data = path.read_bytes()
+    data = path.read_bytes() if path.exists() else b""
     complete = data[: data.rfind(b"\n") + 1]
     records: dict[tuple[str, float, int], RequestRecord] = {}
     for number, line in enumerate(complete.splitlines(), start=1):

@@ -18,19 +18,11 @@ from tqdm import tqdm
 from dspark.drafter import Drafter
 from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.compare import Run, compare_runs
-from dspark.evals.datasets import (
-    Dataset,
-    Prompt,
-    PromptFormat,
-    format_prompt,
-    load_dataset,
-    prompt_sha256,
-    resolve_prompt_format,
-)
+from dspark.evals.datasets import Dataset, PromptFormat, load_datasets, resolve_prompt_format
 from dspark.evals.folder import write_results
-from dspark.evals.records import RecordStore, RequestRecord
+from dspark.evals.records import RecordStore, Request, list_requests
 from dspark.evals.rows import NOT_TIMED, ResultRow, Timing
-from dspark.evals.settings import EvalSettings, describe_run, request_seed
+from dspark.evals.settings import EvalSettings, describe_run
 from dspark.records import Generation
 from dspark.target import HFTarget
 
@@ -42,28 +34,13 @@ def evaluate(
     out_dir: str | Path | None = None,
     progress: bool = True,
 ) -> list[ResultRow]:
-    """Measure acceptance on prompt sets with the library's own loop: `evaluate_backend` with a `LoopBackend`.
+    """Measure acceptance on prompt sets with the library's own loop.
 
     Args:
         target: the target, with its tokenizer.
         drafter: the drafter; None decodes plainly, the base line.
-        settings: see `evaluate_backend`.
-        out_dir: see `evaluate_backend`.
-        progress: see `evaluate_backend`.
-    """
-    return evaluate_backend(LoopBackend(target, drafter, settings), settings, out_dir, progress)
-
-
-def evaluate_backend(
-    backend: Backend, settings: EvalSettings, out_dir: str | Path | None = None, progress: bool = True
-) -> list[ResultRow]:
-    """Measure acceptance on prompt sets.
-
-    Args:
-        backend: what runs the requests.
         settings: what to run.
-        out_dir: folder for settings.json, records.jsonl and results.json; a run found there continues. None writes
-            nothing.
+        out_dir: see `open_run`.
         progress: whether to show a bar on stderr.
 
     Returns:
@@ -72,118 +49,67 @@ def evaluate_backend(
     Raises:
         ValueError: settings, data sets or models do not fit together, or `out_dir` holds a run with other settings.
     """
-    return run_backend(backend, settings, out_dir, progress).rows
-
-
-def run_backend(
-    backend: Backend,
-    settings: EvalSettings,
-    out_dir: str | Path | None = None,
-    progress: bool = True,
-    run_name: str = "run",
-) -> Run:
-    """`evaluate_backend`, with the records that the rows were computed from; `run_name` is what reports call it."""
-    datasets = [load_dataset(name, settings.limit) for name in settings.datasets]
-    names = [dataset.name for dataset in datasets]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two data sets have the same name, so their rows could not be told apart: {', '.join(names)}")
-    prompt_format = resolve_prompt_format(backend, settings.prompt_mode, settings.thinking)
-    description = describe_run(backend.describe(), settings, datasets, prompt_format)
-    store = RecordStore(None if out_dir is None else Path(out_dir), description)
-    cells, timings = {}, {}
-    for dataset in datasets:
-        requests = _requests(backend, dataset, prompt_format, settings.seed)
-        for temperature in settings.temperatures:
-            missing = [r for r in requests if not _is_stored(r, temperature, store)]
-            cell = (dataset.name, temperature)
-            timings[cell] = _generate(backend, settings, temperature, missing, store, progress)
-            cells[cell] = [store.records[r.key(temperature)] for r in requests]
-    run = Run(run_name, description, cells, timings)
-    if out_dir is not None:
-        write_results(Path(out_dir), compare_runs([run]))
-    return run
+    return open_run(LoopBackend(target, drafter, settings), settings, out_dir).finish(progress).rows
 
 
 @dataclass(frozen=True)
-class _Request:
-    """One prompt, formatted, with its seed."""
+class OpenRun:
+    """A run whose folder, if it has one, says what it is; `finish` runs what is missing in it."""
 
-    dataset: str
-    prompt: Prompt
-    prompt_ids: list[int]
-    seed: int
+    name: str
+    backend: Backend
+    settings: EvalSettings
+    datasets: list[Dataset]
+    prompt_format: PromptFormat
+    store: RecordStore
 
-    def key(self, temperature: float) -> tuple[str, float, int]:
-        return self.dataset, temperature, self.prompt.index
+    def finish(self, progress: bool = True) -> Run:
+        """Run every request that the folder lacks, write results.json, and give the records of all."""
+        cells, timings = {}, {}
+        for dataset in self.datasets:
+            for temperature in self.settings.temperatures:
+                cell, seed = (dataset.name, temperature), self.settings.seed
+                requests = list_requests(self.backend, dataset, temperature, self.prompt_format, seed)
+                timings[cell] = self._generate(self.store.missing(requests), progress)
+                cells[cell] = [self.store.records[request.key] for request in requests]
+        run = Run(self.name, self.store.description, cells, timings)
+        if self.store.folder is not None:
+            write_results(self.store.folder, compare_runs([run]))
+        return run
 
-    def record(self, temperature: float, generation: Generation) -> RequestRecord:
-        return RequestRecord(
-            dataset=self.dataset,
-            temperature=temperature,
-            index=self.prompt.index,
-            domain=self.prompt.domain,
-            seed=self.seed,
-            prompt_sha256=prompt_sha256(self.prompt_ids),
-            num_prompt_tokens=len(self.prompt_ids),
-            num_tokens=len(generation.token_ids),
-            finish_reason=generation.finish_reason,
-            token_ids=tuple(generation.token_ids),
-            steps=tuple(generation.steps),
-        )
+    def _generate(self, requests: list[Request], progress: bool) -> Timing:
+        """Run requests of one cell; each goes to the store as soon as it ends."""
+        if not requests:
+            return NOT_TIMED
+        name = f"{requests[0].dataset} T={requests[0].temperature:g}"
+        started = time.perf_counter()
+        with tqdm(total=len(requests), desc=name, unit="request", file=sys.stderr, disable=not progress) as bar:
+
+            def on_finish(index: int, generation: Generation) -> None:
+                self.store.add(requests[index].record(generation))
+                bar.update()
+
+            params = [self.settings.sampling_params(request.temperature, request.seed) for request in requests]
+            generations = self.backend.generate([request.prompt_ids for request in requests], params, on_finish)
+        num_tokens = sum(len(generation.token_ids) for generation in generations)
+        return Timing(len(requests), num_tokens, time.perf_counter() - started)
 
 
-def _requests(backend: Backend, dataset: Dataset, prompt_format: PromptFormat, seed: int) -> list[_Request]:
-    return [
-        _Request(
-            dataset=dataset.name,
-            prompt=prompt,
-            prompt_ids=format_prompt(backend, prompt.text, prompt_format),
-            seed=request_seed(seed, dataset.name, prompt.index),
-        )
-        for prompt in dataset.prompts
-    ]
+def open_run(backend: Backend, settings: EvalSettings, out_dir: str | Path | None = None, name: str = "run") -> OpenRun:
+    """Prepare an evaluation.
 
+    Args:
+        backend: what runs the requests.
+        settings: what to run.
+        out_dir: folder for settings.json, written here, records.jsonl and results.json; a run found there continues.
+            None writes nothing.
+        name: what reports call the run.
 
-def _is_stored(request: _Request, temperature: float, store: RecordStore) -> bool:
-    """Whether an earlier run finished this request; its record must be of the very same prompt tokens.
-
-    The settings that a store compares do not name the tokenizer, so it is checked here by what it does.
+    Raises:
+        ValueError: settings, data sets or models do not fit together, or `out_dir` holds a run with other settings.
     """
-    record = store.records.get(request.key(temperature))
-    if record is None:
-        return False
-    expected = prompt_sha256(request.prompt_ids)
-    if record.prompt_sha256 != expected:
-        raise ValueError(
-            f"prompt {record.index} of {record.dataset} is stored with sha256 {record.prompt_sha256}, but its tokens "
-            f"now give {expected}: the tokenizer has changed. Choose another folder"
-        )
-    return True
-
-
-def _generate(
-    backend: Backend,
-    settings: EvalSettings,
-    temperature: float,
-    requests: list[_Request],
-    store: RecordStore,
-    progress: bool,
-) -> Timing:
-    """Run requests at one temperature; each goes to the store as soon as it ends."""
-    if not requests:
-        return NOT_TIMED
-    name = f"{requests[0].dataset} T={temperature:g}"
-    started = time.perf_counter()
-    with tqdm(total=len(requests), desc=name, unit="request", file=sys.stderr, disable=not progress) as bar:
-
-        def on_finish(index: int, generation: Generation) -> None:
-            store.add(requests[index].record(temperature, generation))
-            bar.update()
-
-        generations = backend.generate(
-            [request.prompt_ids for request in requests],
-            [settings.sampling_params(temperature, request.seed) for request in requests],
-            on_finish,
-        )
-    num_tokens = sum(len(generation.token_ids) for generation in generations)
-    return Timing(len(requests), num_tokens, time.perf_counter() - started)
+    datasets = load_datasets(settings.datasets, settings.limit)
+    prompt_format = resolve_prompt_format(backend, settings.prompt_mode, settings.thinking)
+    description = describe_run(backend.describe(), settings, datasets, prompt_format)
+    store = RecordStore(None if out_dir is None else Path(out_dir), description)
+    return OpenRun(name, backend, settings, datasets, prompt_format, store)

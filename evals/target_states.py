@@ -24,7 +24,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from dspark.evals.datasets import Dataset, PromptFormat, format_prompt, prompt_sha256
-from dspark.evals.records import RecordStore, RequestRecord
-from dspark.evals.settings import EvalSettings, config_sha256, request_seed
+from dspark.evals.datasets import Dataset, PromptFormat
+from dspark.evals.records import RecordStore, Request, list_requests
+from dspark.evals.settings import EvalSettings, config_sha256
 from dspark.loop import generate
 from dspark.records import FinishReason, Generation
-from dspark.sampling import SamplingParams
 from dspark.target import HFTarget
 
 FORMAT = 1
 REQUESTS_PER_SHARD = 16
 DIGEST_SAMPLES = 4096
 HIDDEN = "hidden"
-COMPLETION_FIELD = "completion"
 # How far logits from the stored state may lie from the model's own, as a share of the largest: they are rounded alike,
 # but in products of another shape. A transformation that was missed changes them by far more.
 HEAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
@@ -162,8 +160,7 @@ def describe_states(
         },
         "dataset": {"name": dataset.name, "sha256": dataset.sha256},
         "turns": "first",
-        "prompt_format": {"mode": prompt_format.mode, "template_sha256": prompt_format.template_sha256}
-        | {"thinking": prompt_format.thinking},
+        "prompt_format": asdict(prompt_format),
         "continuation": "target",
         "sampling": {name: getattr(params, name) for name in names}
         | {"seed": settings.seed, "stop_token_ids": list(target.stop_token_ids)},
@@ -214,97 +211,42 @@ def continue_prompts(
     Raises:
         ValueError: a stored continuation is of another prompt, because the tokenizer has changed.
     """
-    waiting: list[tuple[StateStore, RequestRecord, list[int], SamplingParams]] = []
-    prompts: dict[tuple[str, int], list[int]] = {}
+    waiting: list[tuple[StateStore, Request]] = []
+    listed: list[tuple[StateStore, list[Request]]] = []
     for dataset, temperature, store in sets:
-        for prompt in dataset.prompts:
-            key = dataset.name, prompt.index
-            if key not in prompts:
-                prompts[key] = format_prompt(target, prompt.text, prompt_format)
-            seed = request_seed(settings.seed, *key)
-            blank = RequestRecord(
-                *(dataset.name, temperature, prompt.index, prompt.domain, seed, prompt_sha256(prompts[key])),
-                *(len(prompts[key]), 0, None, (), ()),
-            )
-            stored = store.continuations.records.get(blank.key)
-            if stored is None:
-                waiting.append((store, blank, prompts[key], settings.sampling_params(temperature, seed)))
-            elif stored.prompt_sha256 != blank.prompt_sha256:
-                raise ValueError(
-                    f"prompt {prompt.index} of {dataset.name} in {store.folder} has sha256 {stored.prompt_sha256}, but "
-                    f"its tokens now give {blank.prompt_sha256}: the tokenizer has changed. Choose another folder"
-                )
+        listed.append((store, list_requests(target, dataset, temperature, prompt_format, settings.seed)))
+        waiting += [(store, request) for request in store.continuations.missing(listed[-1][1])]
     if waiting:
-        _generate(target, waiting, settings.batch_size, progress)
-    return [
-        [
-            _path(store.continuations.records[dataset.name, temperature, p.index], prompts[dataset.name, p.index], room)
-            for p in dataset.prompts
-            for room in [min(settings.max_new_tokens, target.max_positions - len(prompts[dataset.name, p.index]))]
-        ]
-        for dataset, temperature, store in sets
-    ]
+        _generate(target, waiting, settings, progress)
+    return [[_path(target, store, request, settings) for request in requests] for store, requests in listed]
 
 
 def _generate(
-    target: HFTarget,
-    waiting: Sequence[tuple[StateStore, RequestRecord, list[int], SamplingParams]],
-    batch_size: int,
-    progress: bool,
+    target: HFTarget, waiting: Sequence[tuple[StateStore, Request]], settings: EvalSettings, progress: bool
 ) -> None:
     """Decode plainly; each continuation goes to its store as soon as it ends."""
     with tqdm(total=len(waiting), desc="continue", unit="request", file=sys.stderr, disable=not progress) as bar:
 
         def on_finish(index: int, generation: Generation) -> None:
-            store, blank, _, _ = waiting[index]
-            token_ids = tuple(generation.token_ids)
-            changes = {"num_tokens": len(token_ids), "finish_reason": generation.finish_reason, "token_ids": token_ids}
-            store.continuations.add(RequestRecord(**{**blank.__dict__, **changes}))
+            store, request = waiting[index]
+            store.continuations.add(request.record(replace(generation, steps=[])))  # no drafts: they say nothing
             bar.update()
 
-        prompts, params = [prompt for _, _, prompt, _ in waiting], [p for _, _, _, p in waiting]
-        generate(target, None, prompts, params, max_batch_size=batch_size, on_finish=on_finish)
+        prompts = [request.prompt_ids for _, request in waiting]
+        params = [settings.sampling_params(request.temperature, request.seed) for _, request in waiting]
+        generate(target, None, prompts, params, max_batch_size=settings.batch_size, on_finish=on_finish)
 
 
-def _path(record: RequestRecord, prompt_ids: Sequence[int], max_new_tokens: int) -> TargetPath:
+def _path(target: HFTarget, store: StateStore, request: Request, settings: EvalSettings) -> TargetPath:
+    record = store.continuations.records[request.key]
     return TargetPath(
-        record.index, record.domain, tuple(prompt_ids), record.token_ids, record.finish_reason, max_new_tokens
+        index=record.index,
+        domain=record.domain,
+        prompt_ids=tuple(request.prompt_ids),
+        token_ids=record.token_ids,
+        finish_reason=record.finish_reason,
+        max_new_tokens=min(settings.max_new_tokens, target.max_positions - len(request.prompt_ids)),
     )
-
-
-def read_completions(
-    target: HFTarget, dataset: Dataset, prompt_format: PromptFormat, max_new_tokens: int
-) -> list[TargetPath]:
-    """The continuations that a data set brings along, in the field `completion` of its lines.
-
-    Args:
-        target: anything with a tokenizer and `max_positions`.
-        dataset: the prompts; its file is read again.
-        prompt_format: how prompts are formatted; a completion is tokenised without special tokens.
-        max_new_tokens: a longer completion is cut.
-
-    Raises:
-        ValueError: a line has no completion, or a blank one, or its prompt leaves no room for one.
-    """
-    lines = [line for line in dataset.path.read_bytes().splitlines() if line.strip()]
-    paths = []
-    for prompt in dataset.prompts:
-        text = json.loads(lines[prompt.index]).get(COMPLETION_FIELD)
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(
-                f"{dataset.path}: prompt {prompt.index} has no {COMPLETION_FIELD} text, got {text!r}; leave "
-                "--completions out to score on the target's own continuations"
-            )
-        prompt_ids = tuple(format_prompt(target, prompt.text, prompt_format))
-        room = min(max_new_tokens, target.max_positions - len(prompt_ids))
-        if room < 1:
-            raise ValueError(
-                f"{dataset.path}: prompt {prompt.index} has {len(prompt_ids)} tokens, the target reaches "
-                f"{target.max_positions} positions: none is left for its {COMPLETION_FIELD}; shorten it"
-            )
-        token_ids = tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"][:room])
-        paths.append(TargetPath(prompt.index, prompt.domain, prompt_ids, token_ids, "length", len(token_ids)))
-    return paths
 
 
 def compute_states(

@@ -26,16 +26,14 @@ CPU_BYTES, GPU_SHARE, GPU_BYTES = 256 << 20, 1 / 10, 12 << 30
 class ScoringRule:
     """What drafts and target are sampled with, and how many drafts a block has.
 
-    `sampled_path` says whether the paths are samples of the target under `params`; `num_draft_tokens` is the largest K
-    of interest. `max_anchors`: score so many anchors of each path, evenly spread over those with K tokens behind them;
-    None scores all.
+    Paths are samples of the target under `params`. `num_draft_tokens` is the largest K of interest. `max_anchors`:
+    score so many anchors of each path, evenly spread over those with K tokens behind them; None scores all.
     """
 
     params: SamplingParams
     num_draft_tokens: int
     drafting: Drafting = "probabilistic"
     draft_truncation: bool = True
-    sampled_path: bool = True
     max_anchors: int | None = None
 
     @property

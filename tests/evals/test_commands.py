@@ -104,6 +104,20 @@ class TestCells:
         assert run("report", str(tmp_path)) == 0  # what the command varied may differ
         assert "compared: num_draft_tokens" in capsys.readouterr().out
 
+    def test_an_interrupted_comparison_says_which_run_never_started(self, models, flags, tmp_path, capsys, monkeypatch):
+        def interrupted(run, progress=True):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("dspark.evals.run.OpenRun.finish", interrupted)
+        lengths = ["--num-draft-tokens", "1", "--num-draft-tokens", "3"]
+        command = [*flags, "--drafter", models[1], *lengths, "--temperature", "0", "--out", str(tmp_path)]
+        assert run("eval", *command) == 130
+        capsys.readouterr()
+        assert run("report", str(tmp_path)) == 2
+        message = f"{tmp_path / 'K=1'} is not finished: 0 of 2 requests of mine at temperature 0"
+        assert message in capsys.readouterr().err
+        assert (tmp_path / "K=3" / "settings.json").is_file()
+
     def test_drafters_side_by_side(self, models, flags, tmp_path, capsys):
         copies = [shutil.copytree(models[1], tmp_path / name / "drafter") for name in "ab"]
         drafters = [flag for copy in copies for flag in ("--drafter", str(copy))]

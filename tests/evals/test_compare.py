@@ -100,12 +100,20 @@ class TestLoading:
         with pytest.raises(ValueError, match="not finished: 5 of 8 requests of math at temperature 1"):
             load_runs([folder])
 
-    @pytest.mark.parametrize("missing", ["settings.json", "records.jsonl"])
-    def test_a_folder_without_a_run_is_refused(self, tmp_path, missing):
+    def test_a_folder_without_a_run_is_refused(self, tmp_path):
         folder = write_run(tmp_path / "out", coin_run())
-        (folder / missing).unlink()
-        with pytest.raises(ValueError, match=f"holds no run: it has no {missing}"):
+        (folder / "settings.json").unlink()
+        with pytest.raises(ValueError, match=r"holds no run: it has no settings\.json"):
             load_runs([folder])
+
+    def test_a_run_that_never_started_is_named_with_what_it_lacks(self, tmp_path):
+        """What an evaluation of several cells leaves of the later ones when it is interrupted in the first."""
+        write_run(tmp_path / "out" / "K=1", coin_run())
+        waiting = write_run(tmp_path / "out" / "K=2", coin_run(num_draft_tokens=2))
+        (waiting / "records.jsonl").unlink()
+        message = "K=2 is not finished: 0 of 8 requests of math at temperature 0.*Run the same dspark eval command"
+        with pytest.raises(ValueError, match=message):
+            load_runs([tmp_path / "out"])
 
     @pytest.mark.parametrize(
         ("text", "message"), [('{"dataset": {}}', "lacks settings and datasets"), ("{", "is damaged: no JSON")]

@@ -9,6 +9,7 @@ from tiny_target import tiny_model, tiny_tokenizer
 from dspark.evals import EvalSettings
 from dspark.evals import target_states as states_module
 from dspark.evals.datasets import load_dataset, resolve_prompt_format
+from dspark.evals.settings import request_seed
 from dspark.evals.target_states import (
     HIDDEN,
     StateStore,
@@ -16,7 +17,6 @@ from dspark.evals.target_states import (
     compute_states,
     continue_prompts,
     describe_states,
-    read_completions,
     sampled_sha256,
     states_key,
     tap_layers,
@@ -58,7 +58,7 @@ def test_the_continuation_is_the_targets_own(target, dataset, tmp_path):
 
 
 def seeds(dataset):
-    return [states_module.request_seed(3, dataset.name, prompt.index) for prompt in dataset.prompts]
+    return [request_seed(3, dataset.name, prompt.index) for prompt in dataset.prompts]
 
 
 def test_states_are_those_of_a_pass_over_the_text(target, dataset, tmp_path):
@@ -230,23 +230,3 @@ def test_keys_stand_for_all_settings(target, dataset):
     }
     assert len(keys) == 6
     assert all(len(key) == 16 for key in keys)
-
-
-def test_completions_come_from_the_data_set(target, tmp_path):
-    path = tmp_path / "answers.jsonl"
-    path.write_text('{"prompt": "a", "completion": "hello"}\n\n{"prompt": "b", "completion": "a longer answer"}\n')
-    dataset = load_dataset(path)
-    paths = read_completions(target, dataset, resolve_prompt_format(target), max_new_tokens=8)
-    assert [len(p.token_ids) for p in paths] == [5, 8]
-    assert target.decode(paths[0].token_ids) == "hello"
-    path.write_text('{"prompt": "a", "completion": " "}\n')
-    with pytest.raises(ValueError, match="prompt 0 has no completion text, got ' '"):
-        read_completions(target, load_dataset(path), resolve_prompt_format(target), 8)
-
-
-def test_a_prompt_that_leaves_no_room_for_its_completion_is_refused(target, tmp_path):
-    """A negative room would cut the completion from its end instead."""
-    path = tmp_path / "answers.jsonl"
-    path.write_text(json.dumps({"prompt": "x" * (target.max_positions + 1), "completion": "hello"}) + "\n")
-    with pytest.raises(ValueError, match="none is left for its completion"):
-        read_completions(target, load_dataset(path), resolve_prompt_format(target), 8)
