@@ -6,7 +6,6 @@ and left alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dspark.config import RopeConfig
@@ -23,29 +22,14 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-ROPE_OPTIONS = frozenset(
-    {
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    }
-)
+ROPE_OPTIONS = frozenset({
+    "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "truncate",
+})  # fmt: skip
 # Read separately, or without meaning for a drafter's one-dimensional positions.
-ROPE_HANDLED = frozenset(
-    {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "mrope_section",
-        "mrope_interleaved",
-        "interleaved",
-    }
-)
+ROPE_HANDLED = frozenset({
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "interleaved",
+})  # fmt: skip
 # Fields of arithmetic that is not implemented: the value that leaves it out, and what any other would lead to.
 VARIANTS = {
     "attention_value_scale": (1, "Attention values would not be scaled as in training."),
@@ -56,28 +40,8 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Dimensions:
-    """Sizes of the backbone, named as in `DrafterConfig`."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-
-    @property
-    def fused_rows(self) -> dict[str, tuple[int, ...]]:
-        """Rows of the parts of fused projections."""
-        query, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        return {"self_attn.qkv_proj": (query, kv, kv), "mlp.gate_up_proj": (self.intermediate_size,) * 2}
-
-
-def read_dimensions(fields: Fields) -> Dimensions:
-    """Sizes from the config; the tensors are compared with them later."""
+def read_dimensions(fields: Fields) -> dict[str, int]:
+    """Sizes from the config, named as in `DrafterConfig`; the tensors are compared with them later."""
 
     def size(name: str, consequence: str = WRONG_SHAPES) -> int:
         return fields.integer(name, minimum=1, consequence=consequence)
@@ -105,18 +69,18 @@ def read_dimensions(fields: Fields) -> Dimensions:
         raise refusal(
             str(activation), "'silu'", "The MLP would compute something else.", "Only SiLU-gated MLPs are supported."
         )
-    return Dimensions(
-        hidden_size=hidden,
-        intermediate_size=size("intermediate_size"),
-        num_layers=size("num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=size("vocab_size"),
-        max_position_embeddings=size(
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": size("intermediate_size"),
+        "num_layers": size("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": size("vocab_size"),
+        "max_position_embeddings": size(
             "max_position_embeddings", "Drafting would go on past the positions the drafter knows."
         ),
-    )
+    }
 
 
 def read_rms_norm_eps(fields: Fields, findings: Findings) -> float:
@@ -128,10 +92,9 @@ def read_rms_norm_eps(fields: Fields, findings: Findings) -> float:
     return positive_number(found, "Every norm would be off or divide by zero.")
 
 
-def read_extras(fields: Fields, findings: Findings) -> tuple[bool, float]:
+def read_extras(fields: Fields, findings: Findings) -> dict[str, Any]:
     """`attention_bias` and `logit_scale`; fields that would change the arithmetic in ways not implemented are
     refused."""
-    bias = fields.flag("attention_bias")
     for name, (plain, consequence) in VARIANTS.items():
         found = fields.find(name)
         if found is not None and found.value != plain:
@@ -140,11 +103,12 @@ def read_extras(fields: Fields, findings: Findings) -> tuple[bool, float]:
     if softcap is not None:
         positive_number(softcap, "Capped logits would be undefined.")
         findings.note(f"{softcap} ignored: neither trainer caps the logits of a Qwen3 drafter")
-    scale = fields.find("logit_scale")
-    return (
-        bias is not None and bias.value,
-        1.0 if scale is None else positive_number(scale, "Drafts would be drawn from wrongly scaled logits."),
-    )
+    bias = fields.flag("attention_bias")
+    scale = fields.find("logit_scale") or Found("logit_scale", 1.0)
+    return {
+        "attention_bias": bias is not None and bias.value,
+        "logit_scale": positive_number(scale, "Drafts would be drawn from wrongly scaled logits."),
+    }
 
 
 def read_rope(raw: Mapping[str, Any], findings: Findings) -> RopeConfig:

@@ -4,6 +4,9 @@ An allow-list in both directions: a tensor that is not applied costs acceptance 
 """
 
 import re
+from dataclasses import replace
+
+import torch
 
 from dspark.config import DrafterConfig
 from dspark.families.findings import Findings, refusal
@@ -11,97 +14,35 @@ from dspark.families.names import NamedTensors
 
 LAYER = re.compile(r"layers\.(\d+)\.")
 TABLES = frozenset({"d2t", "t2d"})  # checked by their contents, see vocabulary.py
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+         "draft_vocab_size", "markov_rank", "target_hidden_size")  # fmt: skip
 
 
-def expected_shapes(config: DrafterConfig) -> dict[str, tuple[str, ...]]:
-    """Canonical name -> shape as names of `dimensions`."""
-    shapes: dict[str, tuple[str, ...]] = {
-        "fc.weight": ("hidden_size", "taps*target_hidden_size"),
-        "hidden_norm.weight": ("hidden_size",),
-        "norm.weight": ("hidden_size",),
-    }
-    if config.owns_embedding:
-        shapes["embed_tokens.weight"] = ("vocab_size", "hidden_size")
-    if config.owns_head:
-        shapes["lm_head.weight"] = ("draft_vocab_size", "hidden_size")
-    for index in range(config.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
-    if config.markov_rank:
-        shapes["markov_head.markov_w1.weight"] = ("vocab_size", "markov_rank")
-        shapes["markov_head.markov_w2.weight"] = ("draft_vocab_size", "markov_rank")
-    if config.markov_kind == "gated":
-        shapes["markov_head.gate_proj.weight"] = ("markov_rank", "hidden_size+markov_rank")
-        shapes["markov_head.gate_proj.bias"] = ("markov_rank",)
-    if config.markov_kind == "rnn":
-        shapes["markov_head.joint_proj.weight"] = ("3*markov_rank", "2*markov_rank+hidden_size")
-        shapes["markov_head.joint_proj.bias"] = ("3*markov_rank",)
-    if config.confidence != "none":
-        width = "hidden_size+markov_rank" if config.confidence == "hidden+markov" else "hidden_size"
-        shapes["confidence_head.proj.weight"] = ("1", width)
-        shapes["confidence_head.proj.bias"] = ("1",)
-    return shapes
+def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of every weight: those of the module itself, built without storage."""
+    from dspark.drafter import Drafter  # here, because the drafter's calibration is read by this package
 
-
-def _layer_shapes(config: DrafterConfig) -> dict[str, tuple[str, ...]]:
-    projections = {
-        "self_attn.q_proj": ("num_attention_heads*head_dim", "hidden_size"),
-        "self_attn.k_proj": ("num_key_value_heads*head_dim", "hidden_size"),
-        "self_attn.v_proj": ("num_key_value_heads*head_dim", "hidden_size"),
-        "self_attn.o_proj": ("hidden_size", "num_attention_heads*head_dim"),
-    }
-    shapes: dict[str, tuple[str, ...]] = {
-        "input_layernorm.weight": ("hidden_size",),
-        "post_attention_layernorm.weight": ("hidden_size",),
-        "self_attn.q_norm.weight": ("head_dim",),
-        "self_attn.k_norm.weight": ("head_dim",),
-        "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
-        "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
-        "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
-    }
-    for name, shape in projections.items():
-        shapes[f"{name}.weight"] = shape
-        if config.attention_bias:
-            shapes[f"{name}.bias"] = shape[:1]
-    return shapes
-
-
-def dimensions(config: DrafterConfig) -> dict[str, int]:
-    """Sizes that shapes are written in."""
-    hidden, rank, head_dim = config.hidden_size, config.markov_rank, config.head_dim
-    return {
-        "1": 1,
-        "hidden_size": hidden,
-        "intermediate_size": config.intermediate_size,
-        "head_dim": head_dim,
-        "num_attention_heads*head_dim": config.num_attention_heads * head_dim,
-        "num_key_value_heads*head_dim": config.num_key_value_heads * head_dim,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "markov_rank": rank,
-        "3*markov_rank": 3 * rank,
-        "2*markov_rank+hidden_size": 2 * rank + hidden,
-        "hidden_size+markov_rank": hidden + rank,
-        "taps*target_hidden_size": len(config.tap_ids) * config.target_hidden_size,
-    }
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in TABLES}
 
 
 def check_tensors(config: DrafterConfig, tensors: NamedTensors, findings: Findings) -> None:
     """Compare a checkpoint's tensors with the list its config implies; every difference becomes a problem."""
-    expected = expected_shapes(config)
-    findings.attempt(_check_layers, config, tensors)
+    layers = sorted({int(match[1]) for name in tensors.sources if (match := LAYER.match(name))})
+    findings.attempt(_check_layers, config, layers)
+    depth = min(config.num_layers, max(layers, default=0) + 1)  # layers that no file has were reported just now
+    expected = expected_shapes(replace(config, num_layers=depth, layers=config.layers[:depth]))
     findings.attempt(_check_names, config, set(expected), set(tensors.sources) - TABLES)
-    sizes = dimensions(config)
-    for name in expected.keys() & tensors.sources.keys():
-        wanted = expected[name]
-        if tensors.shape(name) != tuple(sizes[size] for size in wanted):
-            findings.attempt(_refuse_shape, config, tensors, name, wanted)
+    for name in sorted(expected.keys() & tensors.sources.keys()):
+        if tensors.shape(name) != expected[name]:
+            findings.attempt(_refuse_shape, config, tensors, name, expected[name])
 
 
-def _check_layers(config: DrafterConfig, tensors: NamedTensors) -> None:
-    found = {int(match[1]) for name in tensors.sources if (match := LAYER.match(name))}
-    if found != set(range(config.num_layers)):
+def _check_layers(config: DrafterConfig, layers: list[int]) -> None:
+    if layers != list(range(config.num_layers)):
         raise refusal(
-            f"layers found {sorted(found)}, num_hidden_layers={config.num_layers}",
+            f"layers found {layers}, num_hidden_layers={config.num_layers}",
             f"layers 0..{config.num_layers - 1}",
             "Layers would be dropped or left uninitialised.",
             "Correct num_hidden_layers in config.json, or fetch the complete checkpoint.",
@@ -129,8 +70,8 @@ def _listed(names: list[str]) -> str:
     return (", ".join(names[:8]) or "none") + more
 
 
-def _refuse_shape(config: DrafterConfig, tensors: NamedTensors, name: str, wanted: tuple[str, ...]) -> None:
-    shape, sizes = tensors.shape(name), dimensions(config)
+def _refuse_shape(config: DrafterConfig, tensors: NamedTensors, name: str, wanted: tuple[int, ...]) -> None:
+    shape = tensors.shape(name)
     if name == "fc.weight" and shape is not None and len(shape) == 2 and shape[0] == config.hidden_size:
         taps, width = len(config.tap_ids), config.target_hidden_size
         raise refusal(
@@ -139,10 +80,24 @@ def _refuse_shape(config: DrafterConfig, tensors: NamedTensors, name: str, wante
             "The drafter would read other target states than it was trained on.",
             "Correct the tap list in config.json.",
         )
-    implied = ", ".join(size if size == "1" else f"{size}={sizes[size]}" for size in wanted)
     raise refusal(
         f"{name} has shape {list(shape or ())}",
-        f"[{implied}], as the config implies",
+        f"{_implied(config, name, wanted)}, as the config implies",
         "Weights and config belong to different drafters.",
         "Correct the field in config.json.",
     )
+
+
+def _implied(config: DrafterConfig, name: str, wanted: tuple[int, ...]) -> str:
+    """The shape of a weight, with the fields that each size depends on: those that change it when they change."""
+    fields: list[list[str]] = [[] for _ in wanted]
+    for field in SIZES:
+        value = getattr(config, field)
+        changed = expected_shapes(replace(config, **{field: value + 2}))[name] if value else wanted
+        for axis, (size, other) in enumerate(zip(wanted, changed, strict=True)):
+            fields[axis] += [field] if size != other else []
+    named = [
+        f"{names[0]}={size}" if len(names) == 1 else f"{size} of {' and '.join(names)}" if names else str(size)
+        for size, names in zip(wanted, fields, strict=True)
+    ]
+    return f"[{', '.join(named)}]"

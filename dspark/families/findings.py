@@ -6,7 +6,7 @@ problem, so that one pass over a checkpoint reports every group that fails inste
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,6 +47,12 @@ class Findings:
             if str(error) not in self.problems:  # two groups may need the same field
                 self.problems.append(str(error))
             return None
+
+    def gather(self, **readers: Callable[[], Any]) -> dict[str, Any] | None:
+        """What each reader gives under its name, None where one refused; the problems of all are recorded."""
+        read = {name: self.attempt(lambda reader=reader: (reader(),)) for name, reader in readers.items()}
+        values = {name: value[0] for name, value in read.items() if value is not None}
+        return values if len(values) == len(readers) else None
 
     def note(self, text: str) -> None:
         """Record a choice that the checkpoint states, or that changes nothing."""

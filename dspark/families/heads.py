@@ -5,27 +5,15 @@ refused: left out silently it changes the drafts or their confidence, and half l
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from dspark.config import ConfidenceKind, MarkovKind
 from dspark.families.fields import Fields, Found, integer
 from dspark.families.findings import Findings, refusal
 from dspark.families.names import NamedTensors
 
-KIND_TENSORS = {
-    "vanilla": (),
-    "gated": ("gate_proj",),
-    "rnn": ("joint_proj",),
-}
+KIND_TENSORS = {"vanilla": (), "gated": ("gate_proj",), "rnn": ("joint_proj",)}
 NO_BIAS = "Without the Markov bias every draft after the first ignores the token before it."
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Both heads, named as in `DrafterConfig`."""
-
-    markov_kind: MarkovKind
-    markov_rank: int
-    confidence: ConfidenceKind
 
 
 @dataclass(frozen=True)
@@ -39,15 +27,16 @@ class HeadDefaults:
 
 def read_heads(
     fields: Fields, tensors: NamedTensors, hidden_size: int, defaults: HeadDefaults, findings: Findings
-) -> Heads:
-    """Kind and size of both heads.
+) -> dict[str, Any]:
+    """Kind and size of both heads, named as in `DrafterConfig`.
 
     Raises:
         CheckpointError: config and tensors disagree, or the kind is unknown.
     """
     rank = _markov_rank(fields, tensors, defaults, findings)
     kind = _markov_kind(fields, tensors, rank, defaults, findings)
-    return Heads(kind, rank, _confidence(fields, tensors, (hidden_size, rank), defaults, findings))
+    confidence = _confidence(fields, tensors, (hidden_size, rank), defaults, findings)
+    return {"markov_kind": kind, "markov_rank": rank, "confidence": confidence}
 
 
 def _markov_rank(fields: Fields, tensors: NamedTensors, defaults: HeadDefaults, findings: Findings) -> int:

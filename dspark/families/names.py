@@ -61,17 +61,19 @@ def canonical_name(stored: str) -> str:
     return name
 
 
-def name_tensors(stored: Iterable[StoredTensor], fused_rows: Mapping[str, tuple[int, ...]]) -> NamedTensors:
+def name_tensors(stored: Iterable[StoredTensor], size: Mapping[str, int]) -> NamedTensors:
     """Map every stored tensor.
 
     Args:
         stored: headers of all tensors.
-        fused_rows: for each key of `FUSED`, the rows of its parts.
+        size: of the backbone, by names of `DrafterConfig`; cuts fused tensors.
 
     Raises:
         CheckpointError: two stored tensors are the same canonical one, weights are quantised, or a fused tensor has
         the wrong number of rows.
     """
+    query, kv = (size[name] * size["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    fused_rows = {"self_attn.qkv_proj": (query, kv, kv), "mlp.gate_up_proj": (size["intermediate_size"],) * 2}
     sources: dict[str, TensorSource] = {}
     ignored: list[str] = []
     for tensor in stored:

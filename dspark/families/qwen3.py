@@ -5,12 +5,12 @@ the same drafter written in either packaging resolves to the same record.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dspark.config import DrafterConfig
 from dspark.families.attention import read_layers
-from dspark.families.backbone import Dimensions, read_dimensions, read_extras, read_rms_norm_eps, read_rope
+from dspark.families.backbone import read_dimensions, read_extras, read_rms_norm_eps, read_rope
 from dspark.families.block import (
     Layout,
     check_block,
@@ -30,42 +30,16 @@ from dspark.families.vocabulary import check_ownership, check_reduction, read_dr
 
 NESTED = ("dspark_config", "dflash_config", "eagle_config")
 # Drafter keys that are read, at the top level or in a section of NESTED.
-KNOWN_KEYS = frozenset(
-    [
-        "block_size",
-        "dspark_block_size",
-        "mask_token_id",
-        "dspark_noise_token_id",
-        "pard_token",
-        "ptd_token_id",
-        "target_layer_ids",
-        "dspark_target_layer_ids",
-        "aux_hidden_state_layer_ids",
-        "eagle_aux_hidden_state_layer_ids",
-        "num_target_layers",
-        "target_hidden_size",
-        "draft_vocab_size",
-        "dspark_draft_topk",
-        "markov_rank",
-        "dspark_markov_rank",
-        "markov_head_type",
-        "dspark_markov_head_type",
-        "enable_confidence_head",
-        "confidence_head_with_markov",
-        "sample_from_anchor",
-        "query_zero_predicts_next",
-        "dspark_bonus_anchor",
-        "logits_start",
-        "is_causal",
-        "causal",
-        "dflash_query_causal",
-        "use_swa",
-        "swa_window_size",
-        "sliding_window_non_causal",
-        "layer_types",
-        "num_anchors",
-    ]
-)
+KNOWN_KEYS = frozenset({
+    "block_size", "dspark_block_size", "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id",
+    "target_layer_ids", "dspark_target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids",
+    "num_target_layers", "target_hidden_size", "draft_vocab_size", "dspark_draft_topk",
+    "markov_rank", "dspark_markov_rank", "markov_head_type", "dspark_markov_head_type",
+    "enable_confidence_head", "confidence_head_with_markov",
+    "sample_from_anchor", "query_zero_predicts_next", "dspark_bonus_anchor", "logits_start",
+    "is_causal", "causal", "dflash_query_causal", "use_swa", "swa_window_size",
+    "sliding_window_non_causal", "layer_types", "num_anchors",
+})  # fmt: skip
 PREFIXES = ("dspark", "dflash", "eagle", "markov", "confidence", "draft", "mask_", "anchor", "enable_confidence")
 
 
@@ -123,24 +97,18 @@ def resolve(
     findings.attempt(_check_unknown_keys, dialect)
     size = findings.attempt(read_dimensions, dialect.backbone_fields)
     stored = container.tensors.values()
-    tensors = None if size is None else findings.attempt(name_tensors, stored, size.fused_rows)
+    tensors = None if size is None else findings.attempt(name_tensors, stored, size)
     parts = [
+        size,
         _read_independent(dialect, layout, findings),
         None if size is None else _read_sized(dialect, size, findings),
         None if size is None or tensors is None else _read_tensors(dialect, size, tensors, findings),
     ]
-    if size is None or tensors is None or any(part is None for part in parts):
+    values = {name: value for part in parts if part is not None for name, value in part.items()}
+    if tensors is None or None in parts:
         return Resolved(None, tensors, dialect)
-    merged: dict[str, Any] = {}
-    for part in parts:
-        merged |= part or {}
-    config = DrafterConfig(
-        family=dialect.family,
-        verifier_name=findings.attempt(_verifier_name, dialect.raw),
-        notes=tuple(findings.notes),
-        **asdict(size),
-        **merged,
-    )
+    verifier = findings.attempt(_verifier_name, dialect.raw)
+    config = DrafterConfig(family=dialect.family, verifier_name=verifier, notes=tuple(findings.notes), **values)
     findings.attempt(check_block, config.block_size, config.anchor_first, config.mask_token_id, config.vocab_size)
     findings.attempt(check_reduction, tensors, config.draft_vocab_size, config.vocab_size, target_vocab_size)
     findings.attempt(_check_target_fields, config)
@@ -150,44 +118,39 @@ def resolve(
 
 def _read_independent(dialect: Dialect, layout: Layout | None, findings: Findings) -> dict[str, Any] | None:
     """Fields that need no sizes."""
-    consequence = "The drafter would be matched with the wrong target."
-    values = {
-        "block_size": findings.attempt(read_block_size, dialect.drafter),
-        "anchor_first": findings.attempt(read_layout, dialect.drafter, dialect.raw, layout, findings),
-        "mask_token_id": findings.attempt(read_mask_token_id, dialect.drafter),
-        "tap_ids": findings.attempt(read_taps, dialect.drafter),
-        "rope": findings.attempt(read_rope, dialect.backbone, findings),
-        "rms_norm_eps": findings.attempt(read_rms_norm_eps, dialect.backbone_fields, findings),
-    }
-    extras = findings.attempt(read_extras, dialect.drafter, findings)
-    if extras is None or any(value is None for value in values.values()):
-        return None
-    values["attention_bias"], values["logit_scale"] = extras
-    values["num_target_layers"] = findings.attempt(
-        dialect.drafter.optional_integer, "num_target_layers", minimum=1, consequence=consequence
+    drafter, other_target = dialect.drafter, "The drafter would be matched with the wrong target."
+    values = findings.gather(
+        block_size=lambda: read_block_size(drafter),
+        anchor_first=lambda: read_layout(drafter, dialect.raw, layout, findings),
+        mask_token_id=lambda: read_mask_token_id(drafter),
+        tap_ids=lambda: read_taps(drafter),
+        rope=lambda: read_rope(dialect.backbone, findings),
+        rms_norm_eps=lambda: read_rms_norm_eps(dialect.backbone_fields, findings),
+        num_target_layers=lambda: drafter.optional_integer("num_target_layers", minimum=1, consequence=other_target),
     )
+    extras = findings.attempt(read_extras, drafter, findings)
+    return None if values is None or extras is None else values | extras
+
+
+def _read_sized(dialect: Dialect, size: dict[str, int], findings: Findings) -> dict[str, Any] | None:
+    """Fields that need the sizes of the backbone."""
+    cut, num_layers = "The fuse projection would be cut at the wrong places.", size["num_layers"]
+    values = findings.gather(
+        layers=lambda: read_layers(dialect.backbone_fields, dialect.drafter, num_layers, findings),
+        target_hidden_size=lambda: dialect.drafter.optional_integer("target_hidden_size", minimum=1, consequence=cut),
+    )
+    if values is not None and values["target_hidden_size"] is None:
+        values["target_hidden_size"] = size["hidden_size"]
     return values
 
 
-def _read_sized(dialect: Dialect, size: Dimensions, findings: Findings) -> dict[str, Any] | None:
-    """Fields that need the sizes of the backbone."""
-    layers = findings.attempt(read_layers, dialect.backbone_fields, dialect.drafter, size.num_layers, findings)
-    width = findings.attempt(
-        dialect.drafter.optional_integer,
-        "target_hidden_size",
-        minimum=1,
-        consequence="The fuse projection would be cut at the wrong places.",
-    )
-    return None if layers is None else {"layers": layers, "target_hidden_size": width or size.hidden_size}
-
-
 def _read_tensors(
-    dialect: Dialect, size: Dimensions, tensors: NamedTensors, findings: Findings
+    dialect: Dialect, size: dict[str, int], tensors: NamedTensors, findings: Findings
 ) -> dict[str, Any] | None:
     """Fields that config and tensors decide together."""
     findings.attempt(check_ownership, dialect.raw, tensors)
-    draft = findings.attempt(read_draft_vocab_size, dialect.drafter, tensors, size.vocab_size, findings)
-    heads = findings.attempt(read_heads, dialect.drafter, tensors, size.hidden_size, dialect.heads, findings)
+    draft = findings.attempt(read_draft_vocab_size, dialect.drafter, tensors, size["vocab_size"], findings)
+    heads = findings.attempt(read_heads, dialect.drafter, tensors, size["hidden_size"], dialect.heads, findings)
     if draft is None or heads is None:
         return None
     findings.attempt(read_draft_topk, dialect.drafter, draft, findings)
@@ -195,7 +158,7 @@ def _read_tensors(
         "draft_vocab_size": draft,
         "owns_embedding": "embed_tokens.weight" in tensors.sources,
         "owns_head": "lm_head.weight" in tensors.sources,
-        **asdict(heads),
+        **heads,
     }
 
 

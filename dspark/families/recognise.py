@@ -13,12 +13,7 @@ from dspark.families.fields import section
 from dspark.families.findings import CheckpointError, refusal
 
 DEEPSPEC_ARCHITECTURES = frozenset({"Qwen3DSparkModel", "LingDSparkModel", "Qwen3OmniDSparkModel"})
-BUNDLED_KEYS = (
-    "dspark_block_size",
-    "dspark_markov_rank",
-    "dspark_noise_token_id",
-    "dspark_target_layer_ids",
-)
+BUNDLED_KEYS = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
 
 
 @dataclass(frozen=True)
@@ -36,6 +31,10 @@ class Traits:
     def architectures(self) -> frozenset[str]:
         value = self.raw.get("architectures")
         return frozenset(map(str, value)) if isinstance(value, list) else frozenset()
+
+    def is_one_of(self, *names: str) -> bool:
+        """Whether `model_type` or one of the architectures is among the names."""
+        return not (self.architectures | {self.model_type}).isdisjoint(names)
 
     def has_tensor_under(self, *prefixes: str) -> bool:
         return any(name.startswith(prefixes) for name in self.names)
@@ -61,24 +60,6 @@ def _is_bundled_v4(traits: Traits) -> bool:
     )
 
 
-def _is_minimax(traits: Traits) -> bool:
-    return traits.architectures == {"DSparkMiniMaxDraftModel"} or traits.has_tensor_under(
-        "language_model.model.dspark.", "model.dspark.", "dspark."
-    )
-
-
-def _is_gemma4(traits: Traits) -> bool:
-    return traits.model_type in {"gemma4_text", "gemma4_unified_text"} or "Gemma4DSparkModel" in traits.architectures
-
-
-def _is_qwen35(traits: Traits) -> bool:
-    return (
-        traits.model_type == "qwen3_5"
-        or "Qwen35DSparkModel" in traits.architectures
-        or traits.raw.get("enable_qwen35_gated_q_proj") is True
-    )
-
-
 def _is_specforge(traits: Traits) -> bool:
     projector = section(traits.raw, "dflash_config").get("projector_type")
     return traits.model_type == "qwen3" and (projector == "dspark" or "DSparkDraftModel" in traits.architectures)
@@ -97,42 +78,45 @@ def _is_nemotron(traits: Traits) -> bool:
     )
 
 
-def _is_deepspec(traits: Traits) -> bool:
-    return traits.model_type == "qwen3" and bool(traits.architectures & DEEPSPEC_ARCHITECTURES)
-
-
 BUNDLED = (
     "this is a target model with an embedded drafter; pass it as the target. Its drafter (latent attention, "
     "mixture of experts, hyper-connections) is not implemented"
 )
 FAMILIES = (
     Family("DeepSeek-V4 bundled", _is_bundled_v4, BUNDLED),
-    Family("MiniMax-M3.1", _is_minimax, "its nested tensor layout and offset norms are not implemented"),
-    Family("speculators", lambda traits: traits.raw.get("speculators_model_type") is not None),
+    Family(
+        "MiniMax-M3.1",
+        lambda it: (
+            it.is_one_of("DSparkMiniMaxDraftModel")
+            or it.has_tensor_under("language_model.model.dspark.", "model.dspark.", "dspark.")
+        ),
+        "its nested tensor layout and offset norms are not implemented",
+    ),
+    Family("speculators", lambda it: it.raw.get("speculators_model_type") is not None),
     Family(
         "K3 MLA",
-        lambda traits: traits.model_type == "k3_dspark" or "K3DSparkModel" in traits.architectures,
+        lambda it: it.is_one_of("k3_dspark", "K3DSparkModel"),
         "multi-head latent attention with interleaved rotary embedding is not implemented",
     ),
     Family(
         "Muse Spark",
-        lambda traits: traits.model_type == "muse_spark_dspark" or "MuseSparkDSparkModel" in traits.architectures,
+        lambda it: it.is_one_of("muse_spark_dspark", "MuseSparkDSparkModel"),
         "gated attention, weightless head norms and the per-layer context norm are not implemented",
     ),
     Family(
         "DeepSpec Gemma4",
-        _is_gemma4,
+        lambda it: it.is_one_of("gemma4_text", "gemma4_unified_text", "Gemma4DSparkModel"),
         "scaled embeddings, shared key/value projections and capped logits are not implemented",
     ),
-    Family("Qwen3.5-native", _is_qwen35, "gated queries, offset norms and partial rotary are not implemented"),
     Family(
-        "LFM2",
-        lambda traits: "Lfm2DSparkDraftModel" in traits.architectures,
-        "interleaved rotary embedding is not implemented",
+        "Qwen3.5-native",
+        lambda it: it.is_one_of("qwen3_5", "Qwen35DSparkModel") or it.raw.get("enable_qwen35_gated_q_proj") is True,
+        "gated queries, offset norms and partial rotary are not implemented",
     ),
+    Family("LFM2", lambda it: it.is_one_of("Lfm2DSparkDraftModel"), "interleaved rotary embedding is not implemented"),
     Family("SpecForge", _is_specforge, "its field layout has not been checked against its trainer"),
     Family("Nemotron-3.5", _is_nemotron, "attention sinks and NVFP4 weights are not implemented"),
-    Family("DeepSpec Qwen3", _is_deepspec),
+    Family("DeepSpec Qwen3", lambda it: it.model_type == "qwen3" and it.is_one_of(*DEEPSPEC_ARCHITECTURES)),
 )
 
 

@@ -1,6 +1,7 @@
 """From raw configs to the canonical record: rotary embedding, windows, heads, vocabularies, published checkpoints."""
 
 import dataclasses
+import math
 
 import pytest
 from checkpoints_util import (
@@ -17,7 +18,7 @@ from checkpoints_util import (
 
 from dspark.config import DrafterConfig, LayerConfig, RopeConfig
 from dspark.families import Findings, resolve_container
-from dspark.families.expected import dimensions, expected_shapes
+from dspark.families.expected import expected_shapes
 
 TLC = "transformer_layer_config."
 
@@ -206,13 +207,7 @@ QWEN3_14B = {
 
 
 def num_parameters(config: DrafterConfig) -> int:
-    sizes, total = dimensions(config), 0
-    for shape in expected_shapes(config).values():
-        elements = 1
-        for dimension in shape:
-            elements *= sizes[dimension]
-        total += elements
-    return total
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())
 
 
 @pytest.mark.parametrize(
