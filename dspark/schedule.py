@@ -47,10 +47,11 @@ import torch
 from dspark.cost import CostTable
 from dspark.sampling import Purpose, Streams
 
-# A pause in drafting is broken by one drafted step after this many plain ones, at first and at most. The longest keeps
-# what those steps cost to a few per cent, and notices an easier passage soon.
-FIRST_PAUSE, LONGEST_PAUSE = 4, 16
-# Share of the newest step in the running mean of confidences: an average over some seven steps.
+# A pause in drafting is broken by one drafted step after this many plain ones, at first and at most, and each pause is
+# so many times the last. A drafted step that does not pay costs some two plain ones at worst: one in 64 is 1.5%.
+FIRST_PAUSE, LONGEST_PAUSE, LENGTHENING = 4, 64, 4
+# Share of the newest step in the running mean of confidences: an average over some seven steps, plain ones included, so
+# that a step that breaks a long pause is believed.
 NEWEST_SHARE = 0.15
 # Accepted against expected drafts, from earlier steps: drafts that count as seen with a ratio of 1 at first, share of
 # the past that is kept from step to step, and how far the ratio is believed.
@@ -130,11 +131,13 @@ class ThroughputSchedule(Schedule):
         self.cost, self.ragged, self.adaptive = cost, ragged, adaptive
         self._expected: np.ndarray | None = None  # [K] running mean of confidence by position
         self._pause, self._paused_for, self._is_probe = FIRST_PAUSE, 0, False
+        self._steps_since = 0  # confidences were last seen
         self._accepted = self._predicted = 0.0  # drafts, over earlier steps
         self._predicted_now = 0.0
 
     def plan(self, limits: Sequence[int]) -> int:
         longest = max(limits, default=0)
+        self._steps_since += 1
         if not self.adaptive or self._expected is None or not longest:
             return longest
         if self._paused_for:
@@ -146,7 +149,7 @@ class ThroughputSchedule(Schedule):
             return longest
         self._paused_for = self._pause - 1
         self._is_probe = self._paused_for == 0
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = min(LENGTHENING * self._pause, LONGEST_PAUSE)
         return 0
 
     def _drafting_pays(self, num_requests: int, longest: int) -> bool:
@@ -199,7 +202,9 @@ class ThroughputSchedule(Schedule):
             self._expected = seen
         else:
             self._expected = self._expected.copy()  # the caller still decides by the old one
-            self._expected[: len(seen)] += NEWEST_SHARE * (seen - self._expected[: len(seen)])
+            share = 1 - (1 - NEWEST_SHARE) ** max(self._steps_since, 1)
+            self._expected[: len(seen)] += share * (seen - self._expected[: len(seen)])
+        self._steps_since = 0
 
 
 def survivals(confidence: np.ndarray) -> np.ndarray:

@@ -57,7 +57,7 @@ class Contender:
         return self.cost is not None
 
     def schedule(self) -> Schedule | None:
-        """A new schedule, since one remembers its run."""
+        """A new schedule; at a load it is kept from run to run, as a serving process would."""
         if self.cost is None:
             return None
         kind, _, value = self.name.partition(":")
@@ -76,7 +76,8 @@ class Pace:
 
 def run(
     pair: Any,
-    contender: Contender,
+    num_draft_tokens: int,
+    schedule: Schedule | None,
     prompts: Sequence[list[int]],
     params: list[SamplingParams],
     clock: Callable[[], float],
@@ -101,11 +102,11 @@ def run(
     with suppress(FirstRequestEnded):
         generate(
             pair.target,
-            pair.drafter if contender.num_draft_tokens else None,
+            pair.drafter if num_draft_tokens else None,
             prompts,
             params,
-            num_draft_tokens=contender.num_draft_tokens or None,
-            schedule=contender.schedule(),
+            num_draft_tokens=num_draft_tokens or None,
+            schedule=schedule,
             max_batch_size=len(prompts),
             on_tokens=on_tokens,
             on_finish=on_finish,
@@ -118,6 +119,7 @@ def run(
 def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: argparse.Namespace) -> dict[str, Any]:
     """All contenders at one load: every run, and the scheduled ones against the best fixed."""
     paces: dict[str, list[Pace]] = {contender.name: [] for contender in contenders}
+    schedules = {contender.name: contender.schedule() for contender in contenders}
     started = time.perf_counter()
     rounds = 0
     while rounds <= options.rounds or time.perf_counter() - started < options.seconds:  # the first one warms up
@@ -132,7 +134,8 @@ def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: a
             for _ in prompts
         ]
         for contender in rng.sample(contenders, len(contenders)):
-            pace = run(pair, contender, prompts, params, clock_of(options))
+            schedule = schedules[contender.name]
+            pace = run(pair, contender.num_draft_tokens, schedule, prompts, params, clock_of(options))
             if rounds:
                 paces[contender.name].append(pace)
                 here = {"requests": len(prompts), "temperature": options.temperature, "round": rounds}

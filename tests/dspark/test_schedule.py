@@ -18,6 +18,7 @@ from dspark.sampling import Purpose, Streams
 from dspark.schedule import (
     FIRST_PAUSE,
     LARGEST_RATIO,
+    LENGTHENING,
     LONGEST_PAUSE,
     Schedule,
     StaticThreshold,
@@ -121,16 +122,16 @@ def test_equal_survivals_never_put_a_later_draft_first():
 def test_a_hopeless_drafter_is_paused_and_tried_again():
     schedule = ThroughputSchedule(cost_table([2.0, 2.2, 2.4], plain=1.0))
     drafted = []
-    for _ in range(200):
+    for _ in range(300):
         planned = schedule.plan([2])
         drafted.append(planned)
         if planned:
             schedule(np.array([[0.1, 0.1]]), [2])
     assert drafted[: 2 + FIRST_PAUSE] == [2] + [0] * FIRST_PAUSE + [2]
     pauses = [len(list(group)) for planned, group in itertools.groupby(drafted) if not planned]
-    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert pauses[:3] == [FIRST_PAUSE, LENGTHENING * FIRST_PAUSE, LENGTHENING**2 * FIRST_PAUSE]
     assert max(pauses) == LONGEST_PAUSE
-    for _ in range(200):  # the text turns easy
+    for _ in range(2 * LONGEST_PAUSE):  # the text turns easy
         if schedule.plan([2]):
             schedule(np.array([[0.99, 0.99]]), [2])
     assert all(schedule.plan([2]) == 2 for _ in range(50))
