@@ -50,8 +50,9 @@ class Findings:
 
     def gather(self, **readers: Callable[[], Any]) -> dict[str, Any] | None:
         """What each reader gives under its name, None where one refused; the problems of all are recorded."""
-        read = {name: self.attempt(lambda reader=reader: (reader(),)) for name, reader in readers.items()}
-        values = {name: value[0] for name, value in read.items() if value is not None}
+        values: dict[str, Any] = {}
+        for name, reader in readers.items():
+            self.attempt(lambda name=name, reader=reader: values.update({name: reader()}))  # type: ignore[misc]
         return values if len(values) == len(readers) else None
 
     def note(self, text: str) -> None:

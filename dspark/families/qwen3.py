@@ -104,7 +104,7 @@ def resolve(
         None if size is None else _read_sized(dialect, size, findings),
         None if size is None or tensors is None else _read_tensors(dialect, size, tensors, findings),
     ]
-    values = {name: value for part in parts if part is not None for name, value in part.items()}
+    values: dict[str, Any] = {name: value for part in parts if part is not None for name, value in part.items()}
     if tensors is None or None in parts:
         return Resolved(None, tensors, dialect)
     verifier = findings.attempt(_verifier_name, dialect.raw)
