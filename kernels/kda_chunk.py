@@ -30,15 +30,18 @@ from dspark.kernels.kda_device import (
     convolved,
     exp_of,
     first_of_row,
-    fold_streamed,
     halves,
     halves_dot,
     head_rate,
+    held_block,
+    held_corrections,
+    load_pairs,
     log_decay,
     prefetch,
     selected_sums,
     sigmoid_of,
     stacked,
+    store_pairs,
     unit_rows,
     unstacked,
     wait_for_previous_kernel,
@@ -49,10 +52,9 @@ MAX_TOKENS = 16  # held records included
 FACTOR_LIMIT = 80.0  # e^80 is the largest power of e that still multiplies safely in float32
 FULL_GRID = 132  # programs that fill a Hopper GPU; with fewer heads than that a state is spread over two
 
-# (value channels of a program, warps, most registers of a thread): with 128 registers two programs of 8 warps fit a
-# multiprocessor, and what does not depend on V is done once a head.
-TILE, SPREAD_TILE = (128, 8, 128), (64, 4, None)
-FOLD_CHANNELS = 32  # value channels that a fold has in registers at a time
+# (value channels of a program, those of them in registers at a time, warps, most registers of a thread)
+PAIRS = False
+TILE, SPREAD_TILE = (128, 64, 4, 168), (64, 64, 4, None)
 
 
 @triton.jit
@@ -63,7 +65,10 @@ def _unit_lower_inverse(m, t, WINDOW: tl.constexpr):
     for doubled in tl.static_range(1, 4):
         if 2**doubled < WINDOW:
             power = tl.dot(power, power, input_precision="ieee")
-            inverse = tl.dot(inverse, power, inverse, input_precision="ieee")
+            if 2**doubled == WINDOW - 1:  # all later powers of m are zero, and so is what m^doubled times m adds
+                inverse += power
+            else:
+                inverse = tl.dot(inverse, power, inverse, input_precision="ieee")
     return inverse
 
 
@@ -92,9 +97,9 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
     taps_ptr, ring_ptr, cursor_ptr, ring_rows, ring_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
-    BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, DEFERRED: tl.constexpr, PACKED: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, HOLDS: tl.constexpr, PACKED: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    FOLD_TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    TILE_V: tl.constexpr, PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     if OVERLAP == 1:
@@ -105,8 +110,6 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     place_in_window, columns = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
     own = columns < KEY_DIM
     first_value = tl.program_id(0) * BLOCK_V
-    values = tl.arange(0, BLOCK_V)
-    known = first_value + values < VALUE_DIM
     # Numbers that are the same for all threads are added to pointers first: what is left are constants to the compiler.
     token = first_of_row(first_token_ptr, row, num_tokens, PACKED)
     out = out_ptr + token * out_stride + (head * VALUE_DIM + first_value)
@@ -116,38 +119,41 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     SPAN: tl.constexpr = 128 // (state_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a cache line
     line = tl.arange(0, BLOCK_V * BLOCK_K // SPAN) * SPAN
     prefetch(state_base + tl.minimum(line, (VALUE_DIM - first_value) * KEY_DIM - 1))
+    record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
+    start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
+    folds = (tl.load(fold_ptr + row) != 0) & (held > 0)
     if OVERLAP == 2:
         wait_for_previous_kernel()
-    if (count == 0) | DEFERRED:  # with held records the window may end before the row's last place does
+    if (count == 0) | (HOLDS == 2):  # with held records the window may end before the row's last place does
+        values = tl.arange(0, BLOCK_V)
         empty = (place_in_window >= count) & (place_in_window < filled)
         place = place_in_window[:, None] * out_stride + values[None, :]
         nothing = tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty)
-        tl.store(out + place, nothing, mask=empty[:, None] & known[None, :])
+        tl.store(out + place, nothing, mask=empty[:, None] & (first_value + values < VALUE_DIM)[None, :])
         if count == 0:
             return
-    record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
-    start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
     rate = head_rate(a_log_ptr, head, HAS_RATE)
     # A copy for every row: it then is where the elements of [T, K] tiles are, and moves to no other thread.
     everywhere = (place_in_window >= 0)[:, None] & own[None, :]
     bias = tl.load(
         bias_ptr + head * KEY_DIM + place_in_window[:, None] * 0 + columns[None, :], mask=everywhere, other=0.0
     ).to(tl.float32)
-
-    whole = known[:, None] & own[None, :]
-    states = state_base + (values[:, None] * KEY_DIM + columns[None, :])
     keys_held = key_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
     gates_held = gate_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
     u_held = u_ptr + record_slot * u_stride + head * CAPACITY * VALUE_DIM + first_value
-    next_row = start + held
-    if DEFERRED:  # noqa: SIM102 (known when compiling, unlike the next)
-        if (tl.load(fold_ptr + row) != 0) & (held > 0):
-            fold_streamed(
-                state_base, state_base, keys_held, gates_held, u_held, start, held, columns, VALUE_DIM - first_value,
-                bias, rate, lower_bound, BOUNDED, CAPACITY, KEY_DIM, VALUE_DIM, BLOCK_V, FOLD_TILE,
-            )  # fmt: skip
-            tl.debug_barrier()  # what one thread stored, others load below
-            held = held * 0
+    next_row, folded = start + held, held * 0
+    if HOLDS:
+        folded = tl.where(folds, held, 0)
+        weight, passed = held_block(
+            keys_held, gates_held, start, 0, folded, columns, bias, rate, lower_bound,
+            tl.zeros_like(columns).to(tl.float32), BOUNDED, CAPACITY, KEY_DIM,
+        )  # fmt: skip
+        weight_high, weight_low = halves(weight)
+        passed = exp_of(passed)
+    if HOLDS == 2:
+        held -= folded
+    else:
+        held = held * 0
 
     # The window is the held records, whose corrections are known, and then the new tokens, t >= 0.
     t = place_in_window - held
@@ -155,14 +161,12 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     new_row = (next_row + t + CAPACITY) % CAPACITY
     # What does not depend on the value channel. Rows past the count are zero: they decay, read and add nothing.
     inside = is_new[:, None] & own[None, :]
-    taken = is_new[:, None] & known[None, :]
     lane = columns[None, :]
     raw_gate = tl.load(
         gate_ptr + token * gate_stride + head * KEY_DIM + t[:, None] * gate_stride + lane, mask=inside, other=0.0
     )
     own_keys = key_ptr + token * key_stride + head * KEY_DIM
     own_queries = query_ptr + token * query_stride + head * KEY_DIM
-    own_values = value_ptr + token * value_stride + (head * VALUE_DIM + first_value)
     if WIDTH:  # the tokens are the convolution's inputs
         CHANNELS: tl.constexpr = HEADS * (2 * KEY_DIM + VALUE_DIM)
         cursor = tl.load(cursor_ptr + row).to(tl.int32)
@@ -177,11 +181,6 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
             own_queries, query_stride, ring + at, cursor, ring_rows, CHANNELS, taps_ptr + at, t, count, columns, own,
             WIDTH, BLOCK_V >= VALUE_DIM,
         )  # fmt: skip
-        at = HEADS * 2 * KEY_DIM + head * VALUE_DIM + first_value
-        value = convolved(
-            own_values, value_stride, ring + at, cursor, ring_rows, CHANNELS, taps_ptr + at, t, count, values, known,
-            WIDTH, True,
-        )  # fmt: skip
         if BLOCK_V < VALUE_DIM:  # noqa: SIM102 (known when compiling, unlike the next)
             if first_value == 0:
                 place_in_ring = ((cursor + t) % ring_rows)[:, None] * CHANNELS + head * KEY_DIM + lane
@@ -192,7 +191,6 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     else:
         raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
         raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
-        value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
     beta = tl.load(beta_ptr + token * beta_stride + head + t * beta_stride, mask=is_new, other=0.0).to(tl.float32)
     beta = tl.where(is_new, sigmoid_of(beta), tl.where(t < 0, 1.0, 0.0))
     if first_value == 0:
@@ -200,8 +198,8 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
         tl.store(keys_held + record, raw_key.to(key_record_ptr.dtype.element_ty), mask=inside)
         tl.store(gates_held + record, raw_gate.to(gate_record_ptr.dtype.element_ty), mask=inside)
     gate, key = raw_gate.to(tl.float32), raw_key.to(tl.float32)
-    if DEFERRED:
-        held_row = (start + place_in_window) % CAPACITY
+    held_row = (start + place_in_window) % CAPACITY
+    if HOLDS == 2:
         recorded = held_row[:, None] * KEY_DIM + lane
         of_record = (t < 0)[:, None] & own[None, :]
         key += tl.load(keys_held + recorded, mask=of_record, other=0.0).to(tl.float32)
@@ -229,25 +227,57 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     solve = _unit_lower_inverse(keys, place_in_window, WINDOW) * beta[None, :]
     read_high, read_low = halves(tl.dot(queries, solve, input_precision="ieee"))
     solve_high, solve_low = halves(solve)
-
-    # One product for keys and queries with the state on the tall side, [V, 2 T], is what tensor cores take whole.
-    state_high, state_low = halves(tl.load(states, mask=whole, other=0.0).to(tl.float32))
     both_high, both_low = stacked(key_high, query_high), stacked(key_low, query_low)
-    reads = tl.zeros([BLOCK_V, 2 * TOKENS], tl.float32)
-    reads = halves_dot(state_high, state_low, tl.trans(both_high), tl.trans(both_low), reads)
-    of_keys, of_queries = unstacked(reads)
-    surplus = value.to(tl.float32) - tl.trans(of_keys)
-    if DEFERRED:
-        known_record = (t < 0)[:, None] & known[None, :]
-        u = tl.load(u_held + held_row[:, None] * VALUE_DIM + values[None, :], mask=known_record, other=0.0)
-        surplus = tl.where((t < 0)[:, None], u.to(tl.float32), surplus)
-    surplus_high, surplus_low = halves(surplus)
-    correction = halves_dot(solve_high, solve_low, surplus_high, surplus_low, tl.zeros_like(surplus))
-    output = halves_dot(read_high, read_low, surplus_high, surplus_low, tl.trans(of_queries).to(tl.float32))
-    tl.store(u_held + new_row[:, None] * VALUE_DIM + values[None, :], correction.to(u_ptr.dtype.element_ty), mask=taken)
-    # Past the count the query was zero, and so is the output.
-    written = ((t >= 0) & (t < filled))[:, None] & known[None, :]
-    tl.store(out + t[:, None] * out_stride + values[None, :], output.to(out_ptr.dtype.element_ty), mask=written)
+
+    for begin in tl.static_range(0, BLOCK_V, TILE_V):
+        values = begin + tl.arange(0, TILE_V)
+        known = first_value + values < VALUE_DIM
+        taken = is_new[:, None] & known[None, :]
+        own_values = value_ptr + token * value_stride + (head * VALUE_DIM + first_value)
+        if WIDTH:
+            at_values = HEADS * 2 * KEY_DIM + head * VALUE_DIM + first_value
+            value = convolved(
+                own_values, value_stride, ring + at_values, cursor, ring_rows, CHANNELS, taps_ptr + at_values, t,
+                count, values, known, WIDTH, True,
+            )  # fmt: skip
+        else:
+            value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
+        states = state_base + (values[:, None] * KEY_DIM + columns[None, :])
+        if PAIRS:
+            state = load_pairs(states)
+        elif KEY_DIM == BLOCK_K and VALUE_DIM % BLOCK_V == 0:
+            state = tl.load(states).to(tl.float32)
+        else:
+            state = tl.load(states, mask=known[:, None] & own[None, :], other=0.0).to(tl.float32)
+        if HOLDS:
+            of_records = held_corrections(u_held, start, 0, folded, values, known, CAPACITY, VALUE_DIM)
+            high, low = halves(tl.trans(of_records))
+            state = halves_dot(high, low, weight_high, weight_low, state * passed[None, :])
+            kept = state.to(state_ptr.dtype.element_ty)
+            if PAIRS:
+                if folds:
+                    store_pairs(states, kept)
+            elif folds:
+                tl.store(states, kept, mask=known[:, None] & own[None, :])
+            state = kept.to(tl.float32)  # as later steps will find it
+        # One product for keys and queries with the state on the tall side, [V, 2 T], is what tensor cores take whole.
+        state_high, state_low = halves(state)
+        reads = tl.zeros([TILE_V, 2 * TOKENS], tl.float32)
+        reads = halves_dot(state_high, state_low, tl.trans(both_high), tl.trans(both_low), reads)
+        of_keys, of_queries = unstacked(reads)
+        surplus = value.to(tl.float32) - tl.trans(of_keys)
+        if HOLDS == 2:
+            known_record = (t < 0)[:, None] & known[None, :]
+            u = tl.load(u_held + held_row[:, None] * VALUE_DIM + values[None, :], mask=known_record, other=0.0)
+            surplus = tl.where((t < 0)[:, None], u.to(tl.float32), surplus)
+        surplus_high, surplus_low = halves(surplus)
+        correction = halves_dot(solve_high, solve_low, surplus_high, surplus_low, tl.zeros_like(surplus))
+        output = halves_dot(read_high, read_low, surplus_high, surplus_low, tl.trans(of_queries).to(tl.float32))
+        recorded_u = u_held + new_row[:, None] * VALUE_DIM + values[None, :]
+        tl.store(recorded_u, correction.to(u_ptr.dtype.element_ty), mask=taken)
+        # Past the count the query was zero, and so is the output.
+        written = ((t >= 0) & (t < filled))[:, None] & known[None, :]
+        tl.store(out + t[:, None] * out_stride + values[None, :], output.to(out_ptr.dtype.element_ty), mask=written)
 
 
 def launch_kda_chunk(
@@ -266,10 +296,11 @@ def launch_kda_chunk(
     num_tokens = tokens.value.shape[1] if rows.first_token is None else min(MAX_TOKENS, layer.records.capacity)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
     out = outputs_for(tokens, rows) if out is None else out
-    tile_v, num_warps, registers = SPREAD_TILE if batch * heads < FULL_GRID else TILE
-    block_v = min(tile_v, max(16, triton.next_power_of_2(value_dim)))
-    bound, longest = layer.gate.lower_bound, MAX_TOKENS if deferred else num_tokens
-    arguments, sizes = verify_arguments(tokens, layer, rows, out, deferred)
+    block_v, tile_v, num_warps, registers = SPREAD_TILE if batch * heads < FULL_GRID else TILE
+    block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
+    holds = 0 if not deferred else 1 if rows.max_held == 0 else 2
+    bound, longest = layer.gate.lower_bound, MAX_TOKENS if holds == 2 else num_tokens
+    arguments, sizes = verify_arguments(tokens, layer, rows, out)
     unused = rows.slots
     convolution = (unused, unused, unused, 1, 0)
     if window is not None:
@@ -280,17 +311,19 @@ def launch_kda_chunk(
         **sizes,
         WIDTH=0 if window is None else window.taps.shape[0],
         FACTORED=bound is not None and -bound * longest <= FACTOR_LIMIT,
-        WINDOW=8 if longest <= 8 else 16,
+        WINDOW=next(n for n in (8, 9, 16) if longest <= n),
         TOKENS=16,
         BLOCK_V=block_v,
-        FOLD_TILE=min(FOLD_CHANNELS, block_v),
+        TILE_V=min(tile_v, block_v),
+        HOLDS=holds,
+        PAIRS=PAIRS and holds == 1,
         **launch_options(out, num_warps, registers, rows_settled=rows_settled),
     )
     return out
 
 
 def verify_arguments(
-    tokens: Tokens, layer: KDALayer, rows: Rows, out: torch.Tensor, deferred: bool
+    tokens: Tokens, layer: KDALayer, rows: Rows, out: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What both verify kernels take: pointers, numbers and strides in order, and the compile-time sizes by name."""
     records, gate = layer.records, layer.gate
@@ -313,7 +346,6 @@ def verify_arguments(
         "CAPACITY": records.capacity,
         "BOUNDED": gate.lower_bound is not None,
         "HAS_RATE": gate.a_log is not None,
-        "DEFERRED": deferred,
         "PACKED": rows.first_token is not None,
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
     }

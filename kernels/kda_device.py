@@ -267,3 +267,28 @@ def prefetch(pointers):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def load_pairs(pointers):
+    """float32 numbers at `pointers`, two neighbours of the last axis at a time, in the layout that their use asks for.
+
+    A load of Triton's own chooses its layout by itself, and tensor cores' operands then go through shared memory.
+    """
+    if _INTERPRETED:
+        return tl.load(pointers)
+    return tl.inline_asm_elementwise(
+        "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l,l", [pointers], dtype=tl.float32, is_pure=False, pack=2
+    )
+
+
+@triton.jit
+def store_pairs(pointers, x):
+    """The same for stores."""
+    if _INTERPRETED:
+        tl.store(pointers, x)
+    else:
+        tl.inline_asm_elementwise(
+            "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;", "=r,=r,l,l,r,r",
+            [pointers.to(tl.int64), x], dtype=tl.int32, is_pure=False, pack=2,
+        )  # fmt: skip

@@ -144,10 +144,11 @@ def launch_kda_serial(
     heads, value_dim = tokens.value.shape[2:]
     out = outputs_for(tokens, rows) if out is None else out
     block_v = min(SERIAL_TILE_V, max(16, triton.next_power_of_2(value_dim)))
-    arguments, sizes = verify_arguments(tokens, layer, rows, out, deferred)
+    arguments, sizes = verify_arguments(tokens, layer, rows, out)
     _kda_verify_kernel[(triton.cdiv(value_dim, block_v), heads, len(rows.slots))](
         *arguments,
         **sizes,
+        DEFERRED=deferred,
         BLOCK_V=block_v,
         num_warps=SERIAL_WARPS,
     )

@@ -25,30 +25,29 @@ from typing import Any
 
 import kda_problem
 import torch
-from kda_problem import LAYERS, Problem, Shape, bound, check
+from kda_problem import LAYERS, TOKENS, Problem, Shape, bound, check
 from kda_results import Report, captured, copy_bandwidth, peer_totals, run_peers, table, timed
 
 from dspark.kernels import conv_window as conv_module
 from dspark.kernels import kda_chunk, triton
 from dspark.kernels import kda_commit as commit_module
 from dspark.kernels import kda_launch as launch_module
-from dspark.kernels import kda_verify as verify_module
 from dspark.kernels.kda_commit import kda_commit
 
 Change = tuple[ModuleType, str, Any]
 
 
 def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: str) -> dict[str, list[Change]]:
-    """Variants named after `shapes`, such as 128x8x128: value channels, warps, most registers of a thread (0: any)."""
+    """Variants named after `shapes`: numbers as in the module's tuple, the last the most registers (0: any)."""
     found = {}
     for shape in shapes.split():
-        tile, warps, registers = map(int, shape.split("x"))
-        found[f"{name}-{shape}"] = [(module, attribute, (tile, warps, registers or None)) for attribute in attributes]
+        *sizes, registers = map(int, shape.split("x"))
+        found[f"{name}-{shape}"] = [(module, attribute, (*sizes, registers or None)) for attribute in attributes]
     return found
 
 
 VARIANTS = (
-    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x8x0 128x8x128 64x4x0 64x4x128 64x8x0 64x16x0 32x8x0")
+    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x128x8x128 128x128x8x80 128x64x4x128 64x64x4x0 64x64x4x128")
     | {
         f"commit-{tile}x{warps}x{registers}": [
             (commit_module, "TILE", (128, warps, registers)),
@@ -68,10 +67,14 @@ VARIANTS = (
         for tile, warps in ((512, 2), (256, 2), (1024, 8), (128, 1))
     }
     | {
+        "chunk-pairs": [(kda_chunk, "PAIRS", True)],
+        "chunk-pairs-128": [
+            (kda_chunk, "PAIRS", True),
+            (kda_chunk, "TILE", (128, 128, 8, 128)),
+            (kda_chunk, "SPREAD_TILE", (128, 128, 8, 128)),
+        ],
         "step-fold-inside": [(kda_problem, "FOLDS_APART", False)],
         "step-no-overlap": [(launch_module, "OVERLAP", 0)],
-        "step-fused": [(verify_module, "FUSED_HEADS", 1 << 30)],
-        "step-spread": [(kda_chunk, "FULL_GRID", 400), (kda_chunk, "SPREAD_TILE", (64, 4, 168))],
     }
 )
 
@@ -122,6 +125,7 @@ def phases(problem: Problem) -> dict[str, Callable[[], object]]:
         "conv": lambda: [problem.convolve(index, layer) for index, layer in every],
         "fused": lambda: [problem.fused(index, layer, rows[index]) for index, layer in every],
         "step": lambda: [problem.step(index) for index in range(problem.num_sets)],
+        "step-fused": lambda: [problem.step(index, fused=True) for index in range(problem.num_sets)],
     }
     if not problem.shape.ring:
         found["commit"] = lambda: [
@@ -148,7 +152,7 @@ def measure(problem: Problem, variant: str, only: set[str], bandwidth: float, re
         if only and phase not in only:
             continue
         # Steps with a ring differ, as some fold: a group has to see as many of either kind as there are.
-        timing = timed(run, least=12 if shape.ring and phase == "step" else 1)
+        timing = timed(run, least=12 if shape.ring and "step" in phase else 1)
         layers = problem.num_sets * problem.layers_per_set
         scale = LAYERS / layers
         least = problem.least_bytes(phase, held, folded)
@@ -170,10 +174,8 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
             for batch in args.batch:
                 for mode in args.mode:
                     dtype = getattr(torch, state)
-                    if mode == "commit":
-                        found.append(Shape(tp, batch, dtype))
-                    else:
-                        found.append(Shape(tp, batch, dtype, int(mode.removeprefix("ring-")), ring=True))
+                    capacity = {"commit": TOKENS, "fold": 2 * TOKENS}.get(mode) or int(mode.removeprefix("ring-"))
+                    found.append(Shape(tp, batch, dtype, capacity, ring=mode != "commit"))
     return found
 
 
@@ -243,10 +245,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=numbers, default=[1, 16, 64, 256])
     parser.add_argument("--state", type=words, default=["float32"], help="float32, bfloat16")
     parser.add_argument(
-        "--mode", type=words, default=["commit", "ring-25"],
-        help="commit (fold after every step), ring-R (fold when R records are full)",
+        "--mode", type=words, default=["commit", "fold", "ring-25"],
+        help="commit (fold after every step), fold (in the next verification), ring-R (when R records are full)",
     )  # fmt: skip
-    parser.add_argument("--only", type=words, default=[], help="phases: verify, commit, conv, fused, step")
+    parser.add_argument(
+        "--only", type=words, default=[],
+        help="phases: verify, commit, conv, fused (convolution and verification in one launch), step, step-fused",
+    )  # fmt: skip
     parser.add_argument("--variants", nargs="?", const="", help="also other tiles and warps; prefixes of names to take")
     parser.add_argument("--peers-script", help="the peer harness, a Python file")
     parser.add_argument("--peers", help="folder with the peers' files, as the harness's --stage makes it")

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-import dspark.kernels.kda_verify as verify_module
 from dspark.kernels.conv_window import conv_window, conv_window_ref
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens, Window
+from dspark.kernels.kda_chunk import launch_kda_chunk
 from dspark.kernels.kda_commit import kda_commit, kda_commit_ref, kda_fold_held
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref
 
 LAYERS, HEADS, DIM, WIDTH, BOUND, TOKENS = 69, 96, 128, 4, -5.0, 9
 CACHE_BYTES = 60 << 20
-FOLDS_APART = True  # a variant folds inside the verifications
+FOLDS_APART = True  # rings that defer fold in a launch of their own, unless a variant has verifications do it
 RECORD_BYTES = DIM * (4 + 2 + 2)
 # Relative Frobenius error that a launch may show: one rounding to bfloat16, or split products in float32.
 BFLOAT16_ERROR, FLOAT32_ERROR = 8e-3, 2e-5
@@ -38,7 +38,9 @@ class Shape:
 
     @property
     def mode(self) -> str:
-        return f"ring-{self.capacity}" if self.ring else "commit"
+        if self.ring:
+            return "fold" if self.capacity == 2 * self.tokens else f"ring-{self.capacity}"
+        return "commit"
 
     @property
     def state_bytes(self) -> int:
@@ -114,12 +116,7 @@ class Problem:
     @property
     def folds_apart(self) -> bool:
         """Whether a step with a ring folds in one launch for all layers, ahead of the verifications."""
-        return FOLDS_APART
-
-    @property
-    def fuses(self) -> bool:
-        """Whether the step convolves inside the verification."""
-        return self.shape.batch * self.shape.heads < verify_module.FUSED_HEADS
+        return FOLDS_APART and self.shape.capacity > 2 * self.shape.tokens
 
     def plan(self, index: int) -> Rows:
         if self.shape.ring:
@@ -152,19 +149,20 @@ class Problem:
         """Convolution and verification in one call."""
         window = Window(self.taps[layer], self.windows[index][layer], self.window_cursor[index])
         tokens = self.tokens_of(self.inputs)
-        return kda_verify(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, window=window)
+        return launch_kda_chunk(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, window=window)
 
     def verify(self, index: int, layer: int, rows: Rows, mixed: torch.Tensor) -> torch.Tensor:
         tokens = self.tokens_of(mixed)
         return kda_verify(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, rows_settled=True)
 
-    def step(self, index: int) -> torch.Tensor:
-        """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs."""
+    def step(self, index: int, fused: bool = False) -> torch.Tensor:
+        """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs. `fused`: the
+        verification convolves."""
         rows = plan = self.plan(index)
         if self.shape.ring and self.folds_apart:
             rows = kda_fold_held(self.tables[index], plan)
         for layer in range(self.layers_per_set):
-            if self.fuses:
+            if fused:
                 out = self.fused(index, layer, rows)
             else:
                 out = self.verify(index, layer, rows, self.convolve(index, layer))
@@ -196,6 +194,7 @@ class Problem:
             "commit": commit,
             "conv": conv,
             "step": whole,
+            "step-fused": whole,
             "fused": whole - commit * (not shape.ring),
         }[phase]
 
@@ -239,10 +238,7 @@ def check(problem: Problem, layer_index: int) -> dict[str, float]:
     exact, cut = picked(problem, layer, rows, index)
     tokens = Tokens(*(x[index].double() for x in vars(problem.tokens_of(mixed)).values()))
     expected = kda_verify_ref(tokens, exact, cut)
-    if layer_index and problem.fuses:
-        out = problem.fused(0, layer_index, rows)
-    else:
-        out = problem.verify(0, layer_index, rows, mixed)
+    out = problem.fused(0, layer_index, rows) if layer_index else problem.verify(0, layer_index, rows, mixed)
     errors = {"conv": relative(mixed[index], exact_mixed), "out": relative(out[index], expected)}
     new = (rows.start + rows.held)[index, None] + torch.arange(shape.tokens, device="cuda")
     new, at = new % shape.capacity, torch.arange(len(index), device="cuda")[:, None]

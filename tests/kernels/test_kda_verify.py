@@ -120,7 +120,7 @@ def test_padding_rows_write_nowhere(verify, null_slot):
 @KERNELS
 def test_thread_blocks_may_run_in_any_order(verify, monkeypatch):
     """Several value tiles, held records, a fold, a ring that is full: no block reads what another one writes."""
-    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (16, 4, None))
+    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (16, 16, 4, None))
     monkeypatch.setattr(kda_verify_module, "SERIAL_TILE_V", 16)
     rows = ring([1, 0], [9, 9], held=[9, 9], start=5, fold=True)
     layer = filled(random_layer(2, HEADS, 16, 64, 18, dtype=torch.float32), rows)
