@@ -1,7 +1,7 @@
 """Everything that the plug-in changes in vLLM, each patch with its reason.
 
 On the releases of V1_RELEASES the V1 model runner learns DSpark (patches 1 to 5). On those of V2_RELEASES the V2
-runner, which has a DSpark of its own, drafts, verifies and replays KDA layers with our kernels (patches 6 to 8). With
+runner, which has a DSpark of its own, drafts, verifies and replays KDA layers with our kernels (patches 6 to 9). With
 another speculative method each patched function returns what vLLM's own returns.
 """
 
@@ -35,6 +35,7 @@ def apply_patches(release: str) -> None:
         _patch_runner_choice()
     if release in V2_RELEASES:
         _patch_v2_configuration()
+        _patch_graph_sizes()
         _patch_v2_runner_choice()
 
 
@@ -185,6 +186,47 @@ def _patch_v2_configuration() -> None:
             check_v2_configuration(self)
 
     VllmConfig._validate_v2_model_runner = validate_v2_model_runner
+
+
+def _patch_graph_sizes() -> None:
+    """9. Every step of decoding runs in a CUDA graph, however many requests it has.
+
+    A step has K + 1 tokens a request, and vLLM captures up to 512 tokens: with K = 8 the 57th request sends every step
+    to the layers one by one. Whoever names sizes (`cudagraph_capture_sizes` or `max_cudagraph_capture_size`) gets those.
+    """
+    vllms_own = VllmConfig._set_cudagraph_sizes
+
+    @wraps(vllms_own)
+    def set_cudagraph_sizes(self: VllmConfig) -> None:
+        compilation = self.compilation_config
+        named = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
+        vllms_own(self)
+        if named or not _uses_method(self) or not compilation.cudagraph_capture_sizes:
+            return
+        scheduler = self.scheduler_config
+        width = self.speculative_config.num_speculative_tokens + 1
+        sizes = compilation.cudagraph_capture_sizes
+        wider = wider_graph_sizes(sizes[-1], width, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        if wider:
+            compilation.max_cudagraph_capture_size = None
+            compilation.cudagraph_capture_sizes = [*sizes, *wider]
+            vllms_own(self)
+
+    VllmConfig._set_cudagraph_sizes = set_cudagraph_sizes
+
+
+def wider_graph_sizes(captured: int, width: int, max_num_seqs: int, max_num_tokens: int) -> list[int]:
+    """Tokens of further graphs: those of every 8th number of requests above `captured` tokens, of every 32nd above 256.
+
+    Args:
+        captured: tokens of vLLM's largest graph.
+        width: K + 1, tokens of a request.
+        max_num_seqs: most requests of a step; a size of its own.
+        max_num_tokens: most tokens of a step.
+    """
+    most = min(max_num_seqs, max_num_tokens // width)
+    requests = {*range(8, min(most, 256) + 1, 8), *range(288, most + 1, 32), most}
+    return sorted(number * width for number in requests if number * width > captured)
 
 
 def _patch_v2_runner_choice() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CompilationConfig, VllmConfig
 
 from dspark.vllm import patches, plugin, v2
 
@@ -13,7 +13,7 @@ from dspark.vllm import patches, plugin, v2
 @pytest.fixture
 def unpatched(monkeypatch):
     """vLLM's configuration class as a process without the plug-in has it; restored afterwards."""
-    for name in ("_validate_v2_model_runner", "use_v2_model_runner"):
+    for name in ("_validate_v2_model_runner", "use_v2_model_runner", "_set_cudagraph_sizes"):
         monkeypatch.setattr(VllmConfig, name, vars(VllmConfig)[name])
     monkeypatch.setattr(VllmConfig, patches._MARK, True, raising=False)  # so that it is gone again if it was not there
     monkeypatch.delattr(VllmConfig, patches._MARK)
@@ -59,6 +59,46 @@ def test_only_a_worker_that_runs_the_method_on_v2_is_patched(unpatched):
     assert not patched
     assert ask(SimpleNamespace(v2=True, speculative_config=uses)) is True
     assert patched
+
+
+@pytest.fixture
+def capture_sizes(unpatched):
+    """(method, max_num_seqs, what a user names) -> capture sizes of vLLM's own function with the patch around it."""
+    patches.apply_patches("0.33.0")
+
+    def resolve(method, max_num_seqs, **named):
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=False),
+            compilation_config=CompilationConfig(cudagraph_mode="FULL_AND_PIECEWISE", **named),
+            scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
+            speculative_config=SimpleNamespace(
+                method=method, num_speculative_tokens=8, uses_dynamic_speculative_decoding=lambda: False
+            ),
+            uniform_decode_query_len=9,
+            performance_mode="balanced",
+        )
+        VllmConfig._set_cudagraph_sizes(config)
+        return config.compilation_config.cudagraph_capture_sizes
+
+    return resolve
+
+
+@pytest.mark.parametrize("max_num_seqs", [64, 100, 256, 700])
+def test_a_graph_is_captured_for_every_number_of_requests(capture_sizes, max_num_seqs):
+    sizes, vllms_own = capture_sizes("dspark", max_num_seqs), capture_sizes("eagle3", max_num_seqs)
+    assert sizes[-1] == 9 * max_num_seqs > vllms_own[-1] == 512
+    assert set(vllms_own) < set(sizes)
+    whole = [size // 9 for size in sizes if size > 512]
+    assert all(size % 9 == 0 for size in sizes if size > 512)
+    for requests in range(57, max_num_seqs + 1):
+        padded = min(each for each in whole if each >= requests)
+        assert padded - requests < (8 if requests <= 256 else 32), "at most so many requests of padding"
+
+
+def test_sizes_that_a_user_names_stay(capture_sizes):
+    assert capture_sizes("dspark", 256, cudagraph_capture_sizes=[9, 18]) == [9, 18]
+    assert capture_sizes("dspark", 256, max_cudagraph_capture_size=64)[-1] == 64
+    assert capture_sizes("dspark", 16)[-1] < 512, "all requests fit into vLLM's own sizes"
 
 
 def test_other_methods_get_vllms_speculator(monkeypatch):
