@@ -1,13 +1,12 @@
 """The flags of `dspark eval` that choose vLLM: which go together, and the backend that they name."""
 
 import argparse
+from typing import TYPE_CHECKING
 
-import torch
-
-from dspark.default import TargetLocation
-from dspark.evals import EvalSettings
-from dspark.evals.backends import Backend
-from dspark.vllm.backends import EngineBackend, ServerBackend, check_installed
+if TYPE_CHECKING:
+    from dspark.default import TargetLocation
+    from dspark.evals.backends import Backend
+    from dspark.evals.settings import EvalSettings
 
 # Flags that mean nothing where vLLM runs the models, each with its reason.
 WITH_ENDPOINT = dict.fromkeys(
@@ -22,7 +21,7 @@ WITH_ENGINE = {
 
 
 def check_backend_flags(options: argparse.Namespace) -> None:
-    """Refuse flags that contradict each other, and vLLM where it is not installed.
+    """Refuse flags that contradict each other.
 
     Raises:
         ValueError: with the flag, the one that it contradicts, and what to do.
@@ -38,7 +37,6 @@ def check_backend_flags(options: argparse.Namespace) -> None:
         _refuse(options, "--backend vllm", WITH_ENGINE)
         if getattr(options, "dtype", None) == "float64":
             raise ValueError("--dtype float64 does not go with --backend vllm: vLLM has no such models; take float32")
-        check_installed()
 
 
 def _refuse(options: argparse.Namespace, chosen: str, reasons: dict[str, str]) -> None:
@@ -47,22 +45,24 @@ def _refuse(options: argparse.Namespace, chosen: str, reasons: dict[str, str]) -
             raise ValueError(f"--{name.replace('_', '-')} does not go with {chosen}: {reason}; leave it out")
 
 
-def connect_server(options: argparse.Namespace, settings: EvalSettings) -> tuple[Backend, str, str]:
+def connect_server(options: argparse.Namespace, settings: "EvalSettings") -> "tuple[Backend, str, str]":
     """The backend behind --endpoint, and words for the report on its target and its drafter.
 
     Raises:
         ValueError: no vLLM server answers, or the tokenizer of its model is not here.
     """
+    from dspark.vllm.backends import ServerBackend
+
     server = ServerBackend.connect(options.endpoint, getattr(options, "target", None), settings)
     return server, f"{server.model.name} at {options.endpoint}", "as the server was started with"
 
 
 def start_engine(
     options: argparse.Namespace,
-    settings: EvalSettings,
-    target: TargetLocation | str,
+    settings: "EvalSettings",
+    target: "TargetLocation | str",
     drafter: str | None,
-) -> Backend:
+) -> "Backend":
     """The backend behind --backend vllm.
 
     Args:
@@ -74,7 +74,11 @@ def start_engine(
     Raises:
         ValueError: vLLM is not installed, cannot read the target, or refuses the pair.
     """
-    if isinstance(target, TargetLocation) and target.gguf_file is not None:
+    import torch
+
+    from dspark.vllm.backends import EngineBackend
+
+    if not isinstance(target, str) and target.gguf_file is not None:
         raise ValueError(
             f"--backend vllm cannot load {target.folder / target.gguf_file}: it needs a Hugging Face folder with "
             "config.json and safetensors"

@@ -151,7 +151,7 @@ def stored_dtype(tensors: NamedTensors, findings: Findings) -> torch.dtype:
             size[source.dtype] = size.get(source.dtype, 0) + elements * DTYPES[source.dtype].itemsize
     main = max(size, key=lambda name: size[name])
     if len(size) > 1:
-        findings.note(f"weights of types {', '.join(sorted(size))} are loaded as {main}; choose another with dtype=")
+        findings.note(f"weights of types {', '.join(sorted(size))} are loaded as {main}; --dtype (dtype=) chooses")
     return DTYPES[main]
 
 

@@ -3,20 +3,50 @@
 import argparse
 from typing import Any
 
-REPEATABLE = "; repeatable, a run each"
+SEVERAL: dict[str, Any] = {"action": "extend", "nargs": "+"}  # `--flag A B`, or the flag again
 
 
-def add_pair_flags(parser: argparse.ArgumentParser, repeatable: bool = False) -> None:
-    """Both models by name, with layout, dtype and device."""
+def add_switch(parser: Any, name: str, text: str) -> None:
+    """A flag without a value, False where it is not given."""
+    parser.add_argument(name, action="store_true", default=False, help=text)
+
+
+def add_json_flag(parser: Any) -> None:
+    """One line of JSON in place of tables."""
+    add_switch(parser, "--json", "one line of JSON on stdout")
+
+
+def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
+    """Prompts, and what makes rows of a table."""
+    parser.add_argument(
+        "--dataset",
+        **SEVERAL,
+        metavar="NAME|FILE",
+        help="packaged prompt sets, or JSON Lines files with a prompt a line; default: the set `default`",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of each set")
+    parser.add_argument("--temperature", **SEVERAL, type=float, metavar="T", help="a row each; default: 0 and 1")
+    parser.add_argument(
+        "--num-draft-tokens",
+        **SEVERAL,
+        type=int,
+        metavar="K",
+        help="drafts a step, a row each; default: all that the drafter was trained for",
+    )
+    parser.add_argument("--batch-size", type=int, metavar="B", help="requests that are decoded together")
+
+
+def add_pair_flags(parser: argparse.ArgumentParser, **drafter: Any) -> None:
+    """Both models by name, with layout, dtype and device; `drafter` are options of that flag."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--target", metavar="TARGET", help="folder, GGUF file or Hub id of the target; default: embedded"
     )
     group.add_argument(
         "--drafter",
-        action="append" if repeatable else "store",
+        **drafter,
         metavar="DRAFTER",
-        help="folder or Hub id of the drafter, or the word embedded, the default" + REPEATABLE * repeatable,
+        help="folder or Hub id of the drafter, or the word embedded, the default" + "; a run each" * bool(drafter),
     )
     add_layout_flag(group)
     add_precision_flags(group)
@@ -53,16 +83,9 @@ def add_layout_flag(group: Any) -> None:
     )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, repeatable: bool = False) -> None:
-    """Draft length, schedule and sampling, and --json."""
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Schedule and sampling."""
     group = parser.add_argument_group("drafting and sampling")
-    group.add_argument(
-        "--num-draft-tokens",
-        action="append" if repeatable else "store",
-        type=int,
-        metavar="K",
-        help="drafts a step; default: all it was trained for" + REPEATABLE * repeatable,
-    )
     group.add_argument(
         "--schedule",
         metavar="FILE|threshold:P",
@@ -70,7 +93,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser, repeatable: bool = False
         "that they survive is at least P; default: all of them",
     )
     add_distribution_flags(group)
-    add_json_flag(parser)
 
 
 def add_distribution_flags(group: Any) -> None:
@@ -87,8 +109,3 @@ def add_distribution_flags(group: Any) -> None:
     )
     group.add_argument("--seed", type=int, metavar="N", help="of the random numbers")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit")
-
-
-def add_json_flag(parser: Any) -> None:
-    """One line of JSON in place of tables."""
-    parser.add_argument("--json", action="store_true", default=False, help="one line of JSON on stdout")

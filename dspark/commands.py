@@ -13,19 +13,12 @@ from typing import Any
 
 import torch
 
-from dspark.default import (
-    TARGET_VARIABLE,
-    TargetLocation,
-    default_drafter_path,
-    load_target,
-    local_target,
-    resolve_default_target,
-)
+from dspark.cli_paths import EMBEDDED, drafter_location, find_drafter
+from dspark.default import TargetLocation, load_target, local_target, resolve_default_target
 from dspark.drafter import Drafter
 from dspark.evals import EvalSettings, format_prompt, measure_acceptance
 from dspark.evals.datasets import resolve_prompt_format
 from dspark.evals.settings import library_versions
-from dspark.families.container import HUB_ID
 from dspark.loop import generate as run_loop
 from dspark.records import Generation, StepRecord
 from dspark.sampling import SamplingParams
@@ -37,7 +30,6 @@ log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 12
 SEED_BITS = 63
-EMBEDDED = "embedded"  # the word for a model of the embedded pair
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ def inspect(options: argparse.Namespace) -> int:
     path = drafter_location(getattr(options, "drafter", None))
     target = None
     if hasattr(options, "target"):
-        target, _ = _load_target(options.target, torch.bfloat16, torch.device("cpu"))
+        target, _ = load_named_target(options.target, torch.bfloat16, torch.device("cpu"))
     report = inspect_checkpoint(path, target=target, layout=getattr(options, "layout", None))
     num_draft_tokens = report.config.max_draft_tokens if report.config is not None else 0
     memory = _recurrent_memory(target, num_draft_tokens) if target is not None and target.recurrent else []
@@ -133,7 +125,7 @@ def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
     if loaded is not None:
         target, source = loaded.target, loaded.target_name
     else:
-        target, source = _load_target(target_name, dtype, device)
+        target, source = load_named_target(target_name, dtype, device)
     if drafter_path is None:
         for name in ("drafter", "layout", "num_draft_tokens", "drafting"):
             if hasattr(options, name):
@@ -146,50 +138,6 @@ def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
     return Pair(target, source, drafter, drafter_path)
 
 
-def find_drafter(options: argparse.Namespace) -> str | None:
-    """Folder or Hub id of the drafter; None with --plain."""
-    target_name, drafter_path = getattr(options, "target", None), getattr(options, "drafter", None)
-    if getattr(options, "plain", False):
-        return None
-    if target_name is not None and drafter_path is None:
-        raise ValueError(
-            f"--target {target_name} needs a --drafter: the embedded drafter reads the hidden states of "
-            f"SmolLM2-135M-Instruct and was trained for no other model. If {target_name} is a copy of that model, "
-            f"set {TARGET_VARIABLE}={target_name} and leave --target out"
-        )
-    return drafter_location(drafter_path)
-
-
-def drafter_location(name: str | None) -> str:
-    """Folder or Hub id of the drafter that a command line names; None and the word `embedded` are the embedded one.
-
-    Raises:
-        ValueError: a path that leads nowhere. It is a mistake of the command line, not a fault of a checkpoint.
-    """
-    if name is None or name == EMBEDDED:
-        return str(default_drafter_path())
-    if not Path(name).exists() and not HUB_ID.fullmatch(name):
-        raise ValueError(
-            f"drafter {name}: no such folder; expected an existing folder, a Hub id such as owner/name, or the word "
-            f"{EMBEDDED}. Check the path"
-        )
-    return name
-
-
-def output_folder(options: argparse.Namespace, name: str = "out") -> Path | None:
-    """The folder that a flag names to write into; None without it.
-
-    Raises:
-        ValueError: it is a file.
-    """
-    if not hasattr(options, name):
-        return None
-    folder = Path(getattr(options, name))
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--{name} {folder} is a file; expected a folder, which is made if it is not there")
-    return folder
-
-
 def locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
     """Files of the target named by folder or GGUF file, or of the default one, and words on it; None for a Hub id."""
     if name is not None and not Path(name).expanduser().exists():
@@ -198,7 +146,7 @@ def locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
     return location, location.source
 
 
-def _load_target(name: str | None, dtype: torch.dtype, device: torch.device) -> tuple[HFTarget, str]:
+def load_named_target(name: str | None, dtype: torch.dtype, device: torch.device) -> tuple[HFTarget, str]:
     """Load a target named by folder, GGUF file or Hub id, or the default one; and say which it is."""
     from transformers.utils import logging as transformers_logging
 
@@ -241,6 +189,14 @@ def given_options(options: argparse.Namespace, dataclass_type: type) -> dict[str
     return {
         field.name: getattr(options, field.name) for field in fields(dataclass_type) if hasattr(options, field.name)
     }
+
+
+def eval_settings(options: argparse.Namespace) -> EvalSettings:
+    """Settings of an evaluation; flags that can be repeated have other names than the fields."""
+    given = given_options(options, EvalSettings)
+    renamed = {"datasets": "dataset", "temperatures": "temperature"}
+    given |= {name: tuple(getattr(options, flag)) for name, flag in renamed.items() if hasattr(options, flag)}
+    return EvalSettings(**given)
 
 
 def _warm_up(pair: Pair, prompt_ids: list[int], params: SamplingParams, loop_options: dict[str, Any]) -> None:

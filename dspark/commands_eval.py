@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dspark.backend_flags import check_backend_flags, connect_server, start_engine
-from dspark.commands import (
-    Pair,
-    drafter_location,
-    find_drafter,
-    given_options,
-    load_pair,
-    locate_target,
-    output_folder,
-)
+from dspark.backend_flags import connect_server, start_engine
+from dspark.cli_paths import drafter_location, find_drafter, output_folder
+from dspark.commands import Pair, eval_settings, load_pair, locate_target
 from dspark.confidence import CALIBRATION_FILE, write_calibration
 from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings
@@ -29,6 +22,7 @@ from dspark.evals.sts_runs import Check, fit_calibration, measure_scaling
 from dspark.loop import check_schedule
 from dspark.schedule import parse_schedule
 from dspark.terminal import align, say
+from dspark.vllm.backends import check_installed
 
 VARIED = ("drafter", "num_draft_tokens")  # flags of eval that make cells, beside data sets and temperatures
 
@@ -44,7 +38,9 @@ class Variant:
 def evaluate(options: argparse.Namespace) -> int:
     """`dspark eval`."""
     variants = list_variants(options)
-    settings = [_settings(variant.options) for variant in variants]  # a wrong value must not cost loading two models
+    settings = [
+        eval_settings(variant.options) for variant in variants
+    ]  # a wrong value must not cost loading two models
     out = output_folder(options)
     if out is not None:
         _check_folder(out, several=len(variants) > 1)
@@ -118,13 +114,6 @@ def _varied(variants: Sequence[Variant]) -> list[str]:
     return [*varied, "num_draft_tokens"] if varied == ["drafter"] else varied  # each drafter's own maximum
 
 
-def _settings(options: argparse.Namespace) -> EvalSettings:
-    given = given_options(options, EvalSettings)
-    renamed = {"datasets": "dataset", "temperatures": "temperature"}
-    given |= {name: tuple(getattr(options, flag)) for name, flag in renamed.items() if hasattr(options, flag)}
-    return EvalSettings(**given)
-
-
 def _load_all(variants: Sequence[Variant]) -> list[Pair | None]:
     """The models of every variant. What does not load, and a K or a schedule that a drafter cannot follow, must not
     cost the runs before it, nor leave a folder of a run that cannot be.
@@ -143,7 +132,8 @@ def _load_all(variants: Sequence[Variant]) -> list[Pair | None]:
 
 def _load(options: argparse.Namespace, loaded: Pair | None) -> Pair | None:
     """The models of a variant in this process, None where vLLM has them; the target of the variant before is kept."""
-    check_backend_flags(options)
+    if getattr(options, "backend", "dspark") == "vllm":
+        check_installed()
     if hasattr(options, "endpoint") or getattr(options, "backend", "dspark") == "vllm":
         return None
     if loaded is not None and loaded.drafter_name == find_drafter(options):

@@ -7,12 +7,13 @@ import argparse
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from dspark.checkpoint import load_drafter
-from dspark.commands import EMBEDDED, drafter_location, load_pair, output_folder
+from dspark.cli_paths import drafter_location, output_folder
+from dspark.commands import eval_settings, load_pair
 from dspark.default import cache_folder
 from dspark.drafter import Drafter
 from dspark.evals.quality import QualityOptions, QualityRow, score_drafters, write_results
@@ -31,20 +32,18 @@ BATCH_SIZE = {"cpu": 8, "cuda": 128}  # continuations decoded together, where no
 def quality(options: argparse.Namespace) -> int:
     """`dspark quality`."""
     requirements = [parse_requirement(text) for text in getattr(options, "require", [])]
-    given = {field.name: getattr(options, field.name) for field in fields(EvalSettings) if hasattr(options, field.name)}
-    given.pop("num_draft_tokens", None)
-    renamed = {"datasets": "dataset", "temperatures": "temperature"}
-    given |= {name: tuple(getattr(options, flag)) for name, flag in renamed.items() if hasattr(options, flag)}
-    settings = EvalSettings(**given)  # a wrong value must not cost the loading of models
+    lengths = tuple(getattr(options, "num_draft_tokens", ()))
+    options = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "num_draft_tokens"})
+    settings = eval_settings(options)  # a wrong value must not cost the loading of models
     scoring = QualityOptions(
-        num_draft_tokens=tuple(getattr(options, "num_draft_tokens", ())),
+        num_draft_tokens=lengths,
         ablate=tuple(getattr(options, "ablate", ())),
         states=output_folder(options, "states") or cache_folder() / STATES_FOLDER,
         keyed=not hasattr(options, "states"),
     )
     out = output_folder(options)
     target, target_name, drafters = _load(options)
-    longest = max(scoring.num_draft_tokens, default=max(d.config.max_draft_tokens for d in drafters.values()))
+    longest = max(lengths, default=max(d.config.max_draft_tokens for d in drafters.values()))
     check_positions(requirements, longest)
     if not hasattr(options, "batch_size"):
         settings = replace(settings, batch_size=BATCH_SIZE.get(target.device.type, EvalSettings.batch_size))
@@ -81,39 +80,16 @@ def _load(options: argparse.Namespace) -> tuple[HFTarget, str, dict[str, Drafter
     Raises:
         ValueError: one does not load, they do not fit together, or a drafter is named twice.
     """
-    target, drafters = named_models(options.models, getattr(options, "target", None))
-    for drafter in drafters:
-        if drafters.count(drafter) > 1:
-            raise ValueError(f"drafter {drafter} is named twice: its rows could not be told apart")
-    first: dict[str, Any] = {name: value for name, value in vars(options).items() if name not in ("target", "drafter")}
-    first |= {} if target == EMBEDDED else {"target": target}
-    first |= {} if target == drafters[0] == EMBEDDED else {"drafter": drafter_location(drafters[0])}
-    pair = load_pair(argparse.Namespace(**first))
+    names = options.drafter
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"drafter {name} is named twice: its rows could not be told apart")
+    pair = load_pair(argparse.Namespace(**{**vars(options), "drafter": names[0]}))
     assert pair.drafter is not None, "only eval has --plain"
-    loaded = [pair.drafter]
-    layout = getattr(options, "layout", None)
-    device, dtype = pair.target.device, pair.target.dtype
-    for name in drafters[1:]:
-        loaded.append(
-            load_drafter(drafter_location(name), target=pair.target, device=device, dtype=dtype, layout=layout)
-        )
-    return pair.target, pair.target_name, dict(zip(_labels(drafters), loaded, strict=True))
-
-
-def named_models(models: Sequence[str], target: str | None) -> tuple[str, list[str]]:
-    """Target and drafters that the words of a command name.
-
-    Args:
-        models: nothing, DRAFTER, or TARGET DRAFTER...; with `target`, drafters only.
-        target: value of --target.
-    """
-    if target is not None:
-        if not models:
-            raise ValueError(f"--target {target} needs a drafter: name one or more behind it")
-        return target, list(models)
-    if len(models) < 2:
-        return EMBEDDED, list(models) or [EMBEDDED]
-    return models[0], list(models[1:])
+    others: dict[str, Any] = {"target": pair.target, "device": pair.target.device, "dtype": pair.target.dtype}
+    others["layout"] = getattr(options, "layout", None)
+    loaded = [pair.drafter, *(load_drafter(drafter_location(name), **others) for name in names[1:])]
+    return pair.target, pair.target_name, dict(zip(_labels(names), loaded, strict=True))
 
 
 def _labels(names: Sequence[str]) -> list[str]:

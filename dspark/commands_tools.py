@@ -2,16 +2,15 @@
 
 import argparse
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dspark.commands import EMBEDDED, Pair, drafter_location, given_options, load_pair
-from dspark.commands import _load_target as load_target_named
-from dspark.commands_quality import named_models
+from dspark.cli_paths import drafter_location
+from dspark.commands import Pair, given_options, load_named_target, load_pair
 from dspark.convert import Conversion
 from dspark.convert import convert as run_convert
 from dspark.cost import CostTable
@@ -30,15 +29,13 @@ GPU_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 def profile(options: argparse.Namespace) -> int:
     """`dspark profile`."""
-    given = {
-        field.name: getattr(options, field.name) for field in fields(ProfileSettings) if hasattr(options, field.name)
-    }
+    given = given_options(options, ProfileSettings)
     if hasattr(options, "batch_size"):
         given["batch_sizes"] = tuple(options.batch_size)
     settings = ProfileSettings(**given)  # a wrong value must not cost the loading of two models
     if not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no folder {Path(options.out).parent} to write the table to")
-    pair = load_pair(_with_models(options))
+    pair = load_pair(options)
     assert pair.drafter is not None, "only eval has --plain"
     if "batch_sizes" not in given and pair.target.device.type == "cuda":
         settings = replace(settings, batch_sizes=GPU_BATCH_SIZES)
@@ -68,7 +65,7 @@ def convert(options: argparse.Namespace) -> int:
     """`dspark convert`."""
     target = None
     if hasattr(options, "target"):
-        target, _ = load_target_named(options.target, torch.float32, torch.device("cpu"))
+        target, _ = load_named_target(options.target, torch.float32, torch.device("cpu"))
     result = run_convert(
         drafter_location(options.source),
         options.destination,
@@ -93,7 +90,6 @@ def convert(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """`dspark doctor`; status 1 if something is wrong with the drafter."""
     settings = DoctorSettings(**given_options(options, DoctorSettings))  # before two models are loaded
-    options = _with_models(options)
     path = drafter_location(options.drafter)
     inspection = inspect_checkpoint(path, layout=getattr(options, "layout", None))
     target_name = None
@@ -113,15 +109,6 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         print(f"{path}\n{format_diagnosis(diagnosis)}")
     return 0 if diagnosis.healthy else 1
-
-
-def _with_models(options: argparse.Namespace) -> argparse.Namespace:
-    """The options with the models as `load_pair` wants them; a target that is the embedded one is absent."""
-    target, drafters = named_models(options.models, None)
-    if len(drafters) > 1:
-        raise ValueError(f"{len(options.models)} models were named: expected [TARGET] DRAFTER")
-    chosen = {"drafter": drafters[0]} | ({} if target == EMBEDDED else {"target": target})
-    return argparse.Namespace(**vars(options), **chosen)
 
 
 def _examine(pair: Pair, path: str, settings: DoctorSettings) -> Diagnosis:

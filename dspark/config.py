@@ -5,8 +5,11 @@ or not). `dspark.families` reads those spellings once; everything after loading 
 JSON.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # owner/name, how drafters on the Hub are named
 
 MarkovKind = Literal["none", "vanilla", "gated", "rnn"]
 ConfidenceKind = Literal["none", "hidden", "hidden+markov"]

@@ -24,11 +24,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dspark.release import FileRelease, fetch_release
 
 if TYPE_CHECKING:
+    import torch
+
     from dspark.target import HFTarget
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dspark"
 
 
-def load_target(location: TargetLocation, *, dtype: torch.dtype, device: str | torch.device) -> "HFTarget":
+def load_target(location: TargetLocation, *, dtype: "torch.dtype", device: "str | torch.device") -> "HFTarget":
     """Load a target from its files.
 
     Args:
@@ -181,6 +181,8 @@ def _hub_download() -> TargetLocation | None:
 
 def _convert(gguf: Path, converted: Path) -> None:
     """Dequantise `gguf` into the Hugging Face folder `converted`, in bfloat16."""
+    import torch
+
     started = time.perf_counter()
     log.info("dequantising %s (some seconds, once); later starts read the copy in %s", gguf.name, converted)
     model, tokenizer = _load(TargetLocation(gguf.parent, str(gguf), gguf_file=gguf.name), torch.bfloat16)
@@ -217,12 +219,13 @@ def _check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def _load(location: TargetLocation, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load(location: TargetLocation, dtype: "torch.dtype") -> tuple[Any, Any]:
     """Model on the CPU in eval mode, and its tokenizer.
 
     Raises:
         ValueError: the files cannot be read, or do not hold the whole model.
     """
+    import torch
     from safetensors import SafetensorError
     from transformers import AutoTokenizer
 

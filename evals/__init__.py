@@ -1,29 +1,30 @@
 """Acceptance, draft quality, calibration and reports; import as `dspark.evals`."""
 
-from dspark.evals.acceptance import Acceptance, measure_acceptance
-from dspark.evals.compare import Run, compare_runs, load_runs
-from dspark.evals.datasets import format_prompt, load_dataset, packaged_datasets
-from dspark.evals.folder import write_report
-from dspark.evals.report import format_table
-from dspark.evals.rows import ResultRow
-from dspark.evals.run import evaluate, open_run
-from dspark.evals.settings import EvalSettings
-from dspark.evals.sts import fit_sts
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "Acceptance",
-    "EvalSettings",
-    "ResultRow",
-    "Run",
-    "compare_runs",
-    "evaluate",
-    "fit_sts",
-    "format_prompt",
-    "format_table",
-    "load_dataset",
-    "load_runs",
-    "measure_acceptance",
-    "open_run",
-    "packaged_datasets",
-    "write_report",
-]
+_HOME = {
+    "Acceptance": "acceptance",
+    "EvalSettings": "settings",
+    "ResultRow": "rows",
+    "Run": "compare",
+    "compare_runs": "compare",
+    "evaluate": "run",
+    "fit_sts": "sts",
+    "format_prompt": "datasets",
+    "format_table": "report",
+    "load_dataset": "datasets",
+    "load_runs": "compare",
+    "measure_acceptance": "acceptance",
+    "open_run": "run",
+    "packaged_datasets": "datasets",
+    "write_report": "folder",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use: data sets are looked up before anything heavy is imported."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'dspark.evals' has no attribute {name!r}")
+    return getattr(import_module(f"dspark.evals.{_HOME[name]}"), name)

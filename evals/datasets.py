@@ -61,7 +61,7 @@ def load_dataset(name_or_path: str | Path, limit: int | None = None) -> Dataset:
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}; leave it out to evaluate every prompt")
-    path = _resolve(name_or_path)
+    path = find_dataset(name_or_path)
     data = path.read_bytes()
     prompts: list[Prompt] = []
     for number, line in enumerate(data.splitlines(), start=1):
@@ -85,7 +85,8 @@ def load_datasets(names: Sequence[str], limit: int | None = None) -> list[Datase
     return datasets
 
 
-def _resolve(name_or_path: str | Path) -> Path:
+def find_dataset(name_or_path: str | Path) -> Path:
+    """The file of a set (ValueError where there is none)."""
     if str(name_or_path) in packaged_datasets():
         return PACKAGED / f"{name_or_path}.jsonl"
     path = Path(name_or_path).expanduser()

@@ -15,7 +15,8 @@ from dspark.families.findings import Findings, refusal
 Layout = Literal["anchor", "fill"]
 NAMES = {True: "anchor-first", False: "1+N (fill)"}
 ONE_PERCENT = "Read with the wrong layout, almost no draft would be accepted."
-CHOOSE = 'Correct config.json, or decide with layout="anchor" or layout="fill".'
+OVERRIDE = "override with --layout (layout= in Python)"
+CHOOSE = "Correct config.json, or decide with --layout anchor or --layout fill (layout= in Python)."
 
 
 def read_block_size(fields: Fields) -> int:
@@ -57,7 +58,7 @@ def read_layout(fields: Fields, drafter: Mapping[str, Any], chosen: Layout | Non
             raise refusal(
                 f"layout={chosen!r}", '"anchor" or "fill"', ONE_PERCENT, "Pass one of them, or leave layout out."
             )
-        findings.note(f"layout: {NAMES[chosen == 'anchor']}, from the layout argument")
+        findings.note(f"layout: {NAMES[chosen == 'anchor']}, from --layout or layout=")
         return chosen == "anchor"
     stated = _stated(fields)
     implied = _implied_by_speculative_tokens(fields, drafter)
@@ -73,15 +74,15 @@ def read_layout(fields: Fields, drafter: Mapping[str, Any], chosen: Layout | Non
         findings.note(f"layout: {NAMES[stated[0][1]]}, from {stated[0][0]}")
         return stated[0][1]
     if implied:
-        findings.assume(f"layout: {NAMES[implied[0][1]]}, inferred from {implied[0][0]}; override with layout=")
+        findings.assume(f"layout: {NAMES[implied[0][1]]}, inferred from {implied[0][0]}; {OVERRIDE}")
         return implied[0][1]
     if drafter.get("speculators_model_type") is not None:
         findings.assume(
             "layout: 1+N (fill), assumed: a speculators checkpoint without sample_from_anchor predates that key; "
-            "override with layout="
+            f"{OVERRIDE}"
         )
         return False
-    findings.assume("layout: anchor-first, assumed: the config has no layout key; override with layout=")
+    findings.assume(f"layout: anchor-first, assumed: the config has no layout key; {OVERRIDE}")
     return True
 
 

@@ -5,7 +5,6 @@ weights are fetched.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from dspark.config import HUB_ID
 from dspark.families.findings import CheckpointError, refusal
 from dspark.families.recognise import recognise, refuse_unsupported
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Names of the safetensors header, as far as torch has the type.
 DTYPES = {
     "F64": torch.float64,

@@ -74,7 +74,7 @@ def check_reduction(
             f"reduced vocabulary ({draft_vocab_size} of {full}) needs a d2t table; the file has none",
             "d2t offsets",
             WRONG_IDS,
-            "Fetch the complete checkpoint; if the target's vocabulary has this size, load with target=.",
+            "Fetch the complete checkpoint; if the target's vocabulary has this size, name it (--target, target=).",
         )
     if draft_vocab_size < full and "lm_head.weight" not in tensors.sources:
         raise refusal(

@@ -13,7 +13,8 @@ from threading import Thread
 import pytest
 from tiny_target import write_counting_pair
 
-from dspark.cli import build_parser, main
+from dspark.cli import main
+from dspark.cli_parsers import build_parser
 from dspark.default import TARGET_VARIABLE
 
 PROMPT = ["--prompt", "A", "--no-chat"]  # continued by B, C, D, ...
@@ -301,9 +302,29 @@ def test_help_does_not_wait_for_torch():
     assert ran.stdout == "False\n"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", "--dataset", "nowhere.jsonl"],
+        ["generate", "--prompt", "A", "--target", "./nowhere", "--drafter", "embedded"],
+        ["generate", "--prompt", "A", "--schedule", "nowhere.json"],
+        ["quality", "nowhere"],
+        ["convert", "nowhere", "there", "--to", "deepspec"],
+        ["report", "nowhere"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_neither_does_a_wrong_path(arguments: list[str]):
+    program = f"import sys, dspark.cli; print(dspark.cli.main({arguments}), 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "2 False\n"
+    assert "nowhere" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
 def test_flags_that_are_not_given_leave_the_defaults_to_the_dataclasses():
     options = vars(build_parser().parse_args(["eval"]))
-    assert options == {"command": "eval", "plain": False, "json": False}
+    assert options == {"command": "eval", "run": ("commands_eval", "evaluate"), "plain": False, "json": False}
 
 
 def test_a_reader_that_goes_away_ends_the_program_quietly(pair: list[str]):

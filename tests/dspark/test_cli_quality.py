@@ -8,7 +8,7 @@ import pytest
 from tiny_target import write_counting_pair
 
 from dspark.cli import main
-from dspark.commands_quality import named_models
+from dspark.cli_paths import named_models
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,10 @@ def test_requirements_decide_the_status(pair, flags, capsys: pytest.CaptureFixtu
     assert lines[1].startswith(f"{'FAILED' if status else 'ok'} {required}: lowest 5, drafter, mine T=0 K=4")
 
 
-def test_a_wrong_requirement_costs_no_loading(flags, capsys: pytest.CaptureFixture[str]):
-    assert run("no-such-target", "no-such-drafter", *flags, "--require", "speed>=2") == 2
-    assert "there is no figure 'speed'; there are tokens_per_step" in capsys.readouterr().err
+def test_a_wrong_requirement_costs_no_loading(pair, flags, capsys: pytest.CaptureFixture[str]):
+    assert run(*pair, *flags, "--require", "speed>=2") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no figure 'speed'; there are tokens_per_step" in line
 
 
 def test_a_position_beyond_the_drafts_is_refused(pair, flags, capsys: pytest.CaptureFixture[str]):

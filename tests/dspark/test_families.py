@@ -268,7 +268,7 @@ def test_contradictory_layouts_are_refused_and_the_caller_can_decide(packaging, 
     for layout, anchor_first in (("anchor", True), ("fill", False)):
         record = resolve(changed(packaging, changes), layout=layout)
         assert record.anchor_first is anchor_first
-        assert f"{'anchor-first' if anchor_first else '1+N (fill)'}, from the layout argument" in " ".join(record.notes)
+        assert f"{'anchor-first' if anchor_first else '1+N (fill)'}, from --layout or layout=" in " ".join(record.notes)
 
 
 def test_an_unknown_layout_argument_is_refused():
