@@ -192,7 +192,7 @@ def _patch_graph_sizes() -> None:
     """9. Every step of decoding runs in a CUDA graph, however many requests it has.
 
     A step has K + 1 tokens a request, and vLLM captures up to 512 tokens: with K = 8 the 57th request sends every step
-    to the layers one by one. Whoever names sizes (`cudagraph_capture_sizes` or `max_cudagraph_capture_size`) gets those.
+    to the layers one by one. Whoever names sizes (`cudagraph_capture_sizes`, `max_cudagraph_capture_size`) gets those.
     """
     vllms_own = VllmConfig._set_cudagraph_sizes
 
