@@ -38,6 +38,8 @@ from dspark.target import HFTarget
 WARM_UP = 0.03  # share of the budget
 VALIDATION_BATCHES = 8
 CHECKPOINT = "checkpoint.pt"
+# Flags that a resumed run may change: where things are, how they are computed, when it stops and talks.
+FREE_FLAGS = ("data", "out", "device", "attention", "compile", "stop_after", "resume", "save_every", "print_every")
 
 
 class Run:
@@ -223,6 +225,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def check_resumed(args: argparse.Namespace, data: TrainingData) -> None:
+    """Refuse to continue a run with other flags or data than training.json says (ValueError naming them)."""
+    record = json.loads((args.out / "training.json").read_text(encoding="utf-8"))
+    stored = {**record["flags"], "data": record["data"]}
+    now = {name: value for name, value in vars(args).items() if name not in FREE_FLAGS}
+    now["data"] = json.loads(json.dumps(data.summary()))
+    differing = [name for name, value in now.items() if stored.get(name) != value]
+    if differing:
+        listed = "; ".join(
+            f"--{name.replace('_', '-')}: stored {stored.get(name)}, now {now[name]}" for name in differing
+        )
+        raise ValueError(
+            f"--resume: {args.out} was begun with other settings, and a part of the drafter would be trained otherwise: "
+            f"{listed}. Give the stored values, or start in another folder"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run from the command line."""
     args = parse_args(argv)
@@ -232,6 +251,8 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     target, source = load(args.target, args.device, args.dtype)
     data = TrainingData(args.data, target.device, args.validation)
+    if args.resume:
+        check_resumed(args, data)
     trainer = Trainer(target, data, args)
     run = Run(trainer, target, source, args)
     print(

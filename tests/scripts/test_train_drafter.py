@@ -254,6 +254,12 @@ def test_a_run_learns_stops_resumes_and_leaves_a_loadable_drafter(
     record = json.loads((halves / "training.json").read_text())
     assert record["steps"] == 1
     assert not record["complete"]
+    for flags, message in (
+        (["--lr", "1e-3"], r"--lr: stored 0\.005, now 0\.001\. Give"),
+        (["--steps", "40", "--seed", "9"], "--steps: stored 30, now 40; --seed: stored"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_drafter.main([*command, "--resume", *flags])
     assert train_drafter.main([*command, "--resume"]) == 0
     record = json.loads((halves / "training.json").read_text())
     assert record["steps"] == 30
