@@ -237,7 +237,7 @@ def check_resumed(args: argparse.Namespace, data: TrainingData) -> None:
             f"--{name.replace('_', '-')}: stored {stored.get(name)}, now {now[name]}" for name in differing
         )
         raise ValueError(
-            f"--resume: {args.out} was begun with other settings, and a part of the drafter would be trained otherwise: "
+            f"--resume: {args.out} was begun with other settings, and one drafter would be trained in two ways: "
             f"{listed}. Give the stored values, or start in another folder"
         )
 
