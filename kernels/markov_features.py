@@ -36,6 +36,13 @@ def _tanh(x):
 
 
 @triton.jit
+def embedded_row(token, w1_ptr, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """W1's row of a token, [BLOCK_R] float32; the features of the vanilla head."""
+    r = tl.arange(0, BLOCK_R)
+    return tl.load(w1_ptr + token * RANK + r, mask=r < RANK, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def request_features(
     token, w1_ptr, joint_ptr, products_ptr, state_ptr, joint_stride, joint_column,
     KIND: tl.constexpr, FEATURES: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -48,7 +55,7 @@ def request_features(
     r = tl.arange(0, BLOCK_R)
     own = r < RANK
     row = w1_ptr + token * RANK
-    embedded = tl.load(row + r, mask=own, other=0.0).to(tl.float32)
+    embedded = embedded_row(token, w1_ptr, RANK, BLOCK_R)
     if KIND == "gated":
         gate = tl.load(products_ptr + r, mask=own, other=0.0)
         gate = _partial_product(gate, row, joint_ptr + joint_column, joint_stride, RANK, BLOCK_R)
@@ -89,7 +96,7 @@ def hidden_confidence(hidden_ptr, hidden_size, weight_ptr, bias_ptr, BLOCK_H: tl
 def token_confidence(token, w1_ptr, hidden_size, weight_ptr, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
     """The previous token's share of a confidence logit."""
     r = tl.arange(0, BLOCK_R)
-    embedded = tl.load(w1_ptr + token * RANK + r, mask=r < RANK, other=0.0).to(tl.float32)
+    embedded = embedded_row(token, w1_ptr, RANK, BLOCK_R)
     weight = tl.load(weight_ptr + hidden_size + r, mask=r < RANK, other=0.0).to(tl.float32)
     return tl.sum(embedded * weight, axis=0)
 

@@ -1,14 +1,18 @@
-"""The Markov chain over the k largest base logits of each position.
+"""The Markov chain over k candidates of each position.
 
-The candidates of a position do not depend on the drafted tokens, so they are selected once, for all positions at a
-time; then one program per request walks the K steps and gathers only k rows of W2 at each. q is zero outside the
-candidates, and what is written, ids and logits, is exactly what the tokens were drawn from.
+Candidates are the largest base logits and, for the vanilla head, as many tokens of largest bias after the previous
+token, half and half. The first do not depend on the drafted tokens: they are selected once, for all positions at a
+time. The second are lists by token, made when the head is loaded (`dspark.kernels.markov_candidates.bias_lists`). One
+program per request walks the K steps, and gathers only k/2 rows of W2 and k/2 base logits at each. q is zero outside
+the candidates, and what is written, ids and logits, is exactly what the tokens were drawn from. A listed token that is
+among the largest base logits already gets -inf in its second place.
 
 Selection is exact, with the lower column among equal values, in two launches:
   1. the maximum of every group of GROUP consecutive columns; the only pass over the whole vocabulary;
   2. per position, the k groups of largest maxima (the lower group among equals) hold the k largest logits: a logit of
      any other group has k better ones, the maxima. The k largest of those k GROUP values are taken.
-Both k-th largest values are found bit by bit from above: a bit stays if at least k values reach the number so far.
+Both k-th largest values are found by bisection, counting the values above: the first between the smallest and the
+largest maximum, the second between the first and the largest, which are few steps apart in bfloat16.
 """
 
 from dspark.kernels import tl, triton
@@ -22,7 +26,8 @@ from dspark.kernels.markov_device import (
     rounded,
     row_scales,
 )
-from dspark.kernels.markov_features import request_features, token_confidence
+from dspark.kernels.markov_features import embedded_row, request_features, token_confidence
+from dspark.kernels.together import start_next, wait_for_previous
 
 
 @triton.jit
@@ -33,29 +38,28 @@ def _ordered(value):
 
 
 @triton.jit
-def _places(value, count, BITS: tl.constexpr):
-    """Which of the values [N] are the `count` largest, the lower index among equals, and their places [N] in order of
-    index. At most 65535 values; BITS leading bits of `_ordered` tell values apart.
+def _places(number, count, low, high):
+    """Which of the numbers [N] uint32 are the `count` largest, the lower index among equals, their places [N] in order
+    of index, and the smallest of them. It lies in low..high; at most 65535 numbers.
     """
-    number = _ordered(value) >> (32 - BITS)
-    threshold = tl.zeros([], tl.uint32)
-    for i in tl.static_range(BITS):
-        higher = threshold | tl.full([], 1 << (BITS - 1 - i), tl.uint32)
-        enough = tl.sum((number >= higher).to(tl.int32), axis=0) >= count
-        threshold = tl.where(enough, higher, threshold)
-    above, level = number > threshold, number == threshold
+    while low < high:
+        middle = high - (high - low) // 2
+        enough = tl.sum((number >= middle).to(tl.int32), axis=0) >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    above, level = number > low, number == low
     seen = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), axis=0)
     wanted = count - tl.sum(above.to(tl.int32), axis=0)
     place = (seen & 0xFFFF) + tl.minimum(seen >> 16, wanted) - 1
-    return above | (level & ((seen >> 16) <= wanted)), place
+    return above | (level & ((seen >> 16) <= wanted)), place, low
 
 
 @triton.jit
 def _group_maxima_kernel(
     base_ptr, maxima_ptr, steps, num_columns, num_groups, base_stride, base_step,
-    GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Maxima [B * K, num_groups] float32."""
+    start_next(TOGETHER)
     position = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -67,16 +71,23 @@ def _group_maxima_kernel(
 
 @triton.jit
 def _select_kernel(
-    base_ptr, maxima_ptr, chosen_ptr, columns_ptr, values_ptr, w1_ptr, w2_ptr, ids_ptr,
+    base_ptr, maxima_ptr, chosen_ptr, columns_ptr, values_ptr, edges_ptr, w1_ptr, w2_ptr, ids_ptr, lists_ptr,
     steps, num_columns, num_groups, base_stride, base_step,
     K: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, REDUCED: tl.constexpr,
-    W1_BYTES: tl.constexpr, W2_BYTES: tl.constexpr,
+    W1_BYTES: tl.constexpr, W2_BYTES: tl.constexpr, LIST_BYTES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Columns [B * K, k] int32, ascending, and their values float32; `chosen` [B * K, k] is scratch."""
+    """Columns [B * K, k] int32, ascending, and their values float32; `chosen` [B * K, k] is scratch. `edges`
+    [B * K, 2] float32 tells whether a column is among them: the smallest value, and the last column that has it.
+    """
+    start_next(TOGETHER)
     position = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
+    wait_for_previous(TOGETHER)
     maxima = tl.load(maxima_ptr + position * num_groups + n, mask=n < num_groups, other=float("-inf"))
-    taken, place = _places(maxima, K, BITS)
+    number = _ordered(maxima) >> (32 - BITS)
+    high = tl.max(number, axis=0)
+    low = tl.min(tl.where((n < num_groups) | (num_groups < K), number, high), axis=0)
+    taken, place, low = _places(number, K, low, high)
     chosen = chosen_ptr + position * K
     tl.store(chosen + place, n, mask=taken)
     tl.debug_barrier()
@@ -84,9 +95,13 @@ def _select_kernel(
     column = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [K * GROUP])
     row = base_ptr + (position // steps) * base_stride + (position % steps) * base_step
     value = tl.load(row + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
-    taken, place = _places(value, K, BITS)
+    taken, place, _ = _places(_ordered(value) >> (32 - BITS), K, low, high)
     tl.store(columns_ptr + position * K + place, column, mask=taken)
     tl.store(values_ptr + position * K + place, value, mask=taken)
+    least = tl.min(tl.where(taken, value, float("inf")), axis=0)
+    tl.store(edges_ptr + position * 2, least)
+    last = tl.max(tl.where(taken & (value == least), column, -1), axis=0)
+    tl.store(edges_ptr + position * 2 + 1, last.to(tl.float32))
     if W1_BYTES > 0:
         tl.debug_barrier()
         column = tl.load(columns_ptr + position * K + tl.arange(0, K)).to(tl.int64)
@@ -94,6 +109,7 @@ def _select_kernel(
         if REDUCED:
             column = tl.load(ids_ptr + column)
         prefetch_rows(w1_ptr, column, W1_BYTES)
+        prefetch_rows(lists_ptr, column, LIST_BYTES)
 
 
 @triton.jit
@@ -167,23 +183,39 @@ def _kept(x, token, top_k, top_p, min_p, scratch_ptr, K: tl.constexpr, BLOCK_J: 
 
 
 @triton.jit
+def _listed(word, base_row, edge_ptr):
+    """Columns [n] of a list's words (bias above, column below), and their corrected logits; -inf for those that are
+    among the largest base logits.
+    """
+    column = word.to(tl.int32)
+    base = tl.load(base_row + column).to(tl.float32)
+    least, last = tl.load(edge_ptr), tl.load(edge_ptr + 1).to(tl.int32)
+    twice = (base > least) | ((base == least) & (column <= last))
+    bias = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return column, tl.where(twice, float("-inf"), base + bias)
+
+
+@triton.jit
 def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the compiler, and one walk
-    columns_ptr, values_ptr, w1_ptr, w2_ptr, w2_scale_ptr, ids_ptr, joint_ptr, products_ptr, state_ptr, scratch_ptr,
+    base_ptr, columns_ptr, values_ptr, edges_ptr, lists_ptr, w1_ptr, w2_ptr, w2_scale_ptr, ids_ptr, joint_ptr,
+    products_ptr, state_ptr, scratch_ptr,
     anchors_ptr, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, tokens_ptr, out_ids_ptr, out_logits_ptr, lse_ptr,
-    confidence_ptr, hidden_stride, hidden_step, hidden_size, joint_stride, joint_column, logit_scale,
+    confidence_ptr, base_stride, base_step, hidden_stride, hidden_step, hidden_size, joint_stride, joint_column,
+    logit_scale,
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, KIND: tl.constexpr, CONFIDENCE: tl.constexpr,
     FEATURES: tl.constexpr, OUT: tl.constexpr, FP8: tl.constexpr, REDUCED: tl.constexpr, TRUNCATED: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr, AHEAD: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, K: tl.constexpr, LISTED: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr, AHEAD: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """All steps of one request."""
+    """All steps of one request: LARGEST base logits, and K - LARGEST listed tokens if LISTED."""
     request = tl.program_id(0).to(tl.int64)
     live = True
     if HAS_ROWS:
         live = tl.load(cache_rows_ptr + request) >= 0
     if live:
-        k = tl.arange(0, K)
+        k, n = tl.arange(0, K), tl.arange(0, LARGEST)
         scale, noisy = row_scales(tl.load(temperature_ptr + request))
         seed = tl.load(seeds_ptr + request)
         key_low = tl.zeros([1, 1], tl.uint32) + seed.to(tl.uint32)
@@ -191,54 +223,73 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
         first = tl.load(positions_ptr + request)
         token = tl.load(anchors_ptr + request)
         scratch = scratch_ptr + request * (4 * K)
+        word, embedded = 0, 0.0
+        if LISTED:
+            word = tl.load(lists_ptr + token * LARGEST + n)
+        if KIND == "vanilla":
+            embedded = embedded_row(token, w1_ptr, RANK, BLOCK_R)
+        wait_for_previous(TOGETHER)
         if CONFIDENCE != "none":
             _hidden_confidences(
                 hidden_ptr + request * hidden_stride, hidden_step, hidden_size, confidence_weight_ptr,
                 confidence_bias_ptr, confidence_ptr + request * STEPS, STEPS, BLOCK_S, BLOCK_H,
             )  # fmt: skip
-        # Candidates don't depend on tokens: those of the next step load while this one is computed, and where they
-        # fit, their rows of W2.
-        column = tl.load(columns_ptr + request * STEPS * K + k)
-        value = tl.load(values_ptr + request * STEPS * K + k)
+        # The largest base logits don't depend on tokens: those of the next step load while this one is computed, and
+        # where they fit, their rows of W2.
+        column = tl.load(columns_ptr + request * STEPS * LARGEST + n)
+        value = tl.load(values_ptr + request * STEPS * LARGEST + n)
         rows = 0
         if KIND != "none":  # noqa: SIM102 - the interpreter's chained comparisons are not constexpr
             if AHEAD:
                 rows = _candidate_rows(column, w2_ptr, FP8, RANK, BLOCK_R)
         after = request * STEPS + (1 if STEPS > 1 else 0)
-        next_column, next_value = tl.load(columns_ptr + after * K + k), tl.load(values_ptr + after * K + k)
+        next_column, next_value = tl.load(columns_ptr + after * LARGEST + n), tl.load(values_ptr + after * LARGEST + n)
         for step in range(STEPS):
             at = request * STEPS + step
-            logits = value
+            candidate, logits = column, value
+            if LISTED:
+                base_row = base_ptr + request * base_stride + step * base_step
+                listed, listed_logits = _listed(word, base_row, edges_ptr + at * 2)
+                candidate = tl.reshape(tl.join(column, listed), [K])
+            if REDUCED:
+                candidate = tl.load(ids_ptr + candidate).to(tl.int32)
+            noise = tl.zeros([K], tl.float32)  # computed before the logits, which wait for memory
+            if noisy > 0.0:
+                position = tl.zeros([1, 1], tl.uint32) + (first + step).to(tl.uint32)
+                noise = tl.reshape(noise_of_id(candidate[None, :], position, key_low, key_high, 0), [K])
             next_rows, these = rows, rows
             if KIND != "none":
-                if BLOCK_K == K and not AHEAD:
+                if BLOCK_K == LARGEST and not AHEAD:
                     these = _candidate_rows(column, w2_ptr, FP8, RANK, BLOCK_R)
                 if AHEAD:
                     next_rows = _candidate_rows(next_column, w2_ptr, FP8, RANK, BLOCK_R)
             after = request * STEPS + tl.minimum(step + 2, STEPS - 1)
-            second_column = tl.load(columns_ptr + after * K + k)
-            second_value = tl.load(values_ptr + after * K + k)
+            second_column = tl.load(columns_ptr + after * LARGEST + n)
+            second_value = tl.load(values_ptr + after * LARGEST + n)
             if KIND != "none":
-                features = request_features(
-                    token, w1_ptr, joint_ptr, products_ptr + at * (3 * RANK), state_ptr + request * RANK,
-                    joint_stride, joint_column, KIND, FEATURES, RANK, BLOCK_R,
-                )  # fmt: skip
-                if BLOCK_K == K:
+                if KIND == "vanilla":
+                    features = embedded
+                else:
+                    features = request_features(
+                        token, w1_ptr, joint_ptr, products_ptr + at * (3 * RANK), state_ptr + request * RANK,
+                        joint_stride, joint_column, KIND, FEATURES, RANK, BLOCK_R,
+                    )  # fmt: skip
+                if BLOCK_K == LARGEST:
                     bias = tl.sum(these.to(tl.float32) * features[None, :], axis=1)
                 else:
                     bias = _bias_in_parts(
-                        columns_ptr + at * K, features, w2_ptr, scratch + 3 * K, FP8, RANK, BLOCK_R, K, BLOCK_K
-                    )
+                        columns_ptr + at * LARGEST, features, w2_ptr, scratch + 3 * K, FP8, RANK, BLOCK_R, LARGEST,
+                        BLOCK_K,
+                    )  # fmt: skip
                 if FP8:
                     bias = bias * tl.load(w2_scale_ptr + column)
                 logits += bias
             if CONFIDENCE == "hidden+markov":
                 share = token_confidence(token, w1_ptr, hidden_size, confidence_weight_ptr, RANK, BLOCK_R)
                 tl.store(confidence_ptr + at, tl.load(confidence_ptr + at) + share)
+            if LISTED:
+                logits = tl.reshape(tl.join(logits, listed_logits), [K])
             logits = rounded(logits * logit_scale, OUT)
-            candidate = column
-            if REDUCED:
-                candidate = tl.load(ids_ptr + column).to(tl.int32)
             x = logits * scale
             if TRUNCATED:  # noqa: SIM102 - one is a compile-time branch
                 if noisy > 0.0:
@@ -248,15 +299,15 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
                     logits = tl.where(kept, logits, float("-inf"))
                     x = tl.where(kept, x, float("-inf"))
                     tl.debug_barrier()  # the scratch is free again
+            token = race_winner(tl.max(race_word(x - noise, candidate), axis=0)).to(tl.int64)
+            # What the token decides is on its way while the results of this step are written.
+            if LISTED:
+                word = tl.load(lists_ptr + token * LARGEST + n)
+            if KIND == "vanilla":
+                embedded = embedded_row(token, w1_ptr, RANK, BLOCK_R)
             tl.store(out_ids_ptr + at * K + k, candidate.to(tl.int64))
             tl.store(out_logits_ptr + at * K + k, logits)
             tl.store(lse_ptr + at, joined_log2_mass(x, noisy, 0))
-            key = x
-            if noisy > 0.0:
-                position = tl.zeros([1, 1], tl.uint32) + (first + step).to(tl.uint32)
-                noise = noise_of_id(candidate[None, :], position, key_low, key_high, 0)
-                key = x - tl.reshape(noise, [K])
-            token = race_winner(tl.max(race_word(key, candidate), axis=0)).to(tl.int64)
             tl.store(tokens_ptr + at, token)
             if AHEAD:
                 rows = next_rows

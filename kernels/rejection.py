@@ -18,6 +18,7 @@ from dspark.kernels.rejection_device import NO_REJECTION
 from dspark.kernels.rejection_emit import emit_kernel
 from dspark.kernels.rejection_judge import judge_kernel, overlap_kernel
 from dspark.kernels.rejection_ref import MAX_LISTED, Block, DraftLaw, Verified, raise_for_status, verify_ref
+from dspark.kernels.together import launches_together
 
 __all__ = ["Block", "DraftLaw", "Verified", "Workspace", "raise_for_status", "verify", "verify_ref"]
 
@@ -192,6 +193,7 @@ def launch_verify(
         "DENSE": has_q and not listed,
         "PROBS": law.probs,
     }
+    together = bool(num_draft_tokens) and launches_together(logits.device)
     judge = _launch(JUDGE_TILE, JUDGE_PARTS, vocab_size, num_draft_tokens, num_ids)
     emit = _launch(EMIT_TILE, EMIT_PARTS, vocab_size, num_draft_tokens, num_ids)
     judge_tiles = _tiles_each(judge.parts * batch * num_draft_tokens)
@@ -218,6 +220,7 @@ def launch_verify(
             int(not overlap),
             **forms,
             STORED=stored,
+            TOGETHER=together,
             **judge.constants,
         )
     emit_kernel[(-(-emit.parts // emit_tiles) * batch,)](
@@ -242,6 +245,8 @@ def launch_verify(
         emit_tiles,
         *strides,
         **forms,
+        TOGETHER=together,
+        launch_pdl=together,
         **emit.constants,
     )
     if not overlap:

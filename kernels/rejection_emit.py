@@ -11,14 +11,19 @@ from dspark.kernels.rejection_device import (
     RECOVERY,
     TARGET,
     UNDRAWN,
+    columns_of,
     exponent_scale,
     finite_or_zero,
     keyed,
+    largest,
     load_logits,
+    lowest,
     offered_run,
+    powers,
     race,
     token_noise,
 )
+from dspark.kernels.together import wait_for_previous
 
 _RECOVERY, _TARGET = tl.constexpr(RECOVERY), tl.constexpr(TARGET)
 _BAD_TARGET, _UNDRAWN, _FOREIGN = tl.constexpr(BAD_TARGET), tl.constexpr(UNDRAWN), tl.constexpr(FOREIGN)
@@ -28,7 +33,7 @@ _NO_REJECTION = tl.constexpr(NO_REJECTION)
 @triton.jit
 def less_listed(weight, column, ids_ptr, values_ptr, low, scale, peak, inverse, num_ids,
                 PROBS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """weight [BLOCK] of the tokens from `low` on, less q of the listed ids among them, one id after the other."""
+    """weight of the BLOCK tokens from `low` on, less q of the listed ids among them, one id after the other."""
     lane = tl.arange(0, WIDTH)
     ids = tl.load(ids_ptr + lane, mask=lane < num_ids, other=-1)
     # Place in the block and in the list in one number; the smallest that is left comes next.
@@ -37,19 +42,18 @@ def less_listed(weight, column, ids_ptr, values_ptr, low, scale, peak, inverse, 
     while current < _NO_REJECTION:
         value = tl.load(values_ptr + current % WIDTH).to(tl.float32)
         if not PROBS:
-            value = tl.exp2((value - finite_or_zero(peak)) * scale) * inverse
+            value = powers(value, peak, scale) * inverse
         weight = tl.where(column == low + current // WIDTH, weight - value, weight)
         current = tl.min(tl.where(key > current, key, _NO_REJECTION), axis=0)
     return weight
 
 
 @triton.jit
-def less_dense(weight, column, inside, at, scale, peak, inverse, PROBS: tl.constexpr):
-    """weight [BLOCK] less q over the vocabulary."""
+def less_dense(weight, value, scale, peak, inverse, PROBS: tl.constexpr):
+    """weight less q over the vocabulary."""
     if PROBS:
-        return weight - tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
-    return weight - tl.exp2((value - finite_or_zero(peak)) * scale) * inverse
+        return weight - value
+    return weight - powers(value, peak, scale) * inverse
 
 
 @triton.jit
@@ -57,10 +61,9 @@ def race_again(logits_row, peak, scale, vocab_size, num_parts, seed, position, p
     """The race over p of a whole row by one block."""
     best = float("inf")
     for i in range(num_parts):
-        column = i * BLOCK + tl.arange(0, BLOCK)
-        logits = load_logits(logits_row, column, column < vocab_size)
-        weight = tl.exp2((logits - finite_or_zero(peak)) * scale)
-        time, found = race(weight, token_noise(i * BLOCK, seed, position, purpose, BLOCK), column)
+        column = columns_of(i, BLOCK)
+        weight = powers(load_logits(logits_row, column, column < vocab_size), peak, scale)
+        time, found = race(weight, token_noise(i, seed, position, purpose, BLOCK), column)
         winner = tl.where(time < best, found, winner)
         best = tl.minimum(time, best)
     return winner
@@ -79,7 +82,7 @@ def earliest(parts, winners_ptr, num_parts, scale, greedy, PARTS: tl.constexpr):
     if greedy:
         times = tl.where(peaks == peak, times, float("inf"))
     else:
-        times = times * tl.exp2((finite_or_zero(peak) - finite_or_zero(peaks)) * scale)
+        times = times * powers(finite_or_zero(peak), peaks, scale)
         times = tl.where(peaks > float("-inf"), times, float("inf"))
     best = tl.min(times, axis=0)
     winner = tl.min(tl.where(times == best, winners, _NO_REJECTION), axis=0)
@@ -114,55 +117,61 @@ def emit_kernel(  # noqa: PLR0915 (one launch)
     batch, num_drafts, vocab_size, num_ids, num_parts, tiles,
     logits_stride, slot_stride, position_stride, ids_stride, ids_position_stride,
     STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Grid B * blocks of `tiles` parts of the vocabulary."""
     num_blocks = tl.cdiv(num_parts, tiles)
     block, request = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     start = tl.load(starts_ptr + request).to(tl.int64)
     count = tl.load(starts_ptr + request + 1) - start - 1
-    first = tl.load(first_ptr + request)
+    state, place = keyed(states_ptr, request, STATES), keyed(slots_ptr, request, SLOTS)
+    temperature, seed = tl.load(temperature_ptr + state).to(tl.float32), tl.load(seeds_ptr + state)
+    draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
     draft, run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)
+    wait_for_previous(TOGETHER)
+    first = tl.load(first_ptr + request)
     num_accepted, rejected = tl.minimum(first, run), first < run
-    state = keyed(states_ptr, request, STATES)
-    temperature = tl.load(temperature_ptr + state).to(tl.float32)
     scale, greedy = exponent_scale(temperature), temperature == 0.0
-    seed, position = tl.load(seeds_ptr + state), tl.load(positions_ptr + start + num_accepted)
+    position = tl.load(positions_ptr + start + num_accepted)
     purpose = tl.where(rejected, _RECOVERY, _TARGET)
     logits_row = logits_ptr + (start + num_accepted) * logits_stride
     residual = rejected & (not greedy) & HAS_Q
     row = rows_ptr + (tl.minimum(num_accepted, num_drafts - 1) * batch + request) * 4
-    draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
-    place = keyed(slots_ptr, request, SLOTS)
+    row_peak, row_inverse = tl.load(row), tl.where(residual, tl.load(row + 1), 1.0)
+    # Elsewhere, what is subtracted from p must be zero, whatever the workspace holds.
+    draft_peak = tl.where(residual, tl.load(row + 2), 0.0)
+    draft_inverse = tl.where(residual, tl.load(row + 3), 0.0)
     at = values_ptr + place * slot_stride + num_accepted * position_stride
     ids = ids_ptr + place * ids_stride + num_accepted * ids_position_stride
     parts = parts_ptr + request.to(tl.int64) * 2 * num_parts
     winners = winners_ptr + request.to(tl.int64) * num_parts
     token = tl.load(drafts_ptr + start + 1 + num_accepted, mask=rejected, other=-1)
     for part in range(block * tiles, tl.minimum(block * tiles + tiles, num_parts)):
-        low = part * BLOCK
-        column = low + tl.arange(0, BLOCK)
+        low, column = part * BLOCK, columns_of(part, BLOCK)
         inside = column < vocab_size
         logits = load_logits(logits_row, column, inside)
+        if DENSE:  # loads of both rows wait together
+            nothing = 0.0 if PROBS else float("-inf")
+            reach = tl.where(residual, vocab_size, 0)
+            value = tl.load(at + column, mask=column < reach, other=nothing).to(tl.float32)
         if greedy:
-            peak, time = tl.max(logits, axis=0), 1.0
-            winner = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0)
+            peak, time = largest(logits), 1.0
+            winner = lowest(tl.where(logits == peak, column, _NO_REJECTION))
         else:
-            if residual:
-                peak, draft_peak, draft_inverse = tl.load(row), tl.load(row + 2), tl.load(row + 3)
-                weight = tl.exp2((logits - finite_or_zero(peak)) * scale) * tl.load(row + 1)
-                if DENSE:
-                    weight = less_dense(weight, column, inside, at, draft_scale, draft_peak, draft_inverse, PROBS)
-                else:
+            peak = row_peak
+            if not residual:
+                peak = largest(logits)
+            weight = powers(logits, peak, scale) * row_inverse
+            if DENSE:
+                weight = less_dense(weight, value, draft_scale, draft_peak, draft_inverse, PROBS)
+            elif HAS_Q:
+                if residual:
                     weight = less_listed(
                         weight, column, ids, at, low, draft_scale, draft_peak, draft_inverse, num_ids, PROBS, BLOCK, IDS
                     )
-            else:
-                peak = tl.max(logits, axis=0)
-                weight = tl.exp2((logits - finite_or_zero(peak)) * scale)
-                if not HAS_Q:  # a rejected one-hot draft leaves the rest of p
-                    weight = tl.where(column == token, 0.0, weight)
-            time, winner = race(weight, token_noise(low, seed, position, purpose, BLOCK), column)
+            else:  # a rejected one-hot draft leaves the rest of p
+                weight = tl.where(column == token, 0.0, weight)
+            time, winner = race(weight, token_noise(part, seed, position, purpose, BLOCK), column)
         tl.store(parts + part, peak)
         tl.store(parts + num_parts + part, time)
         tl.store(winners + part, winner)

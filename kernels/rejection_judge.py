@@ -9,15 +9,18 @@ from dspark.kernels.rejection_device import (
     NO_REJECTION,
     UNDRAWN,
     acceptance_number,
+    columns_of,
     exponent_scale,
-    finite_or_zero,
     keyed,
-    load_logits,
+    lowest,
     offered_run,
+    powers,
     sparse_prob,
     sum_part,
+    sum_two_parts,
     sum_whole,
 )
+from dspark.kernels.together import start_next
 
 _BAD_TARGET, _UNDRAWN = tl.constexpr(BAD_TARGET), tl.constexpr(UNDRAWN)
 _NO_REJECTION = tl.constexpr(NO_REJECTION)
@@ -35,7 +38,7 @@ def dense_prob(at, token, logsumexp_ptr, parts, num_parts, part, known, scale, P
         else:
             peak, mass = sum_whole(parts + 2 * num_parts, parts + 3 * num_parts, part, known, scale)
             inverse = 1.0 / mass
-        q = tl.exp2((q - finite_or_zero(peak)) * scale) * inverse
+        q = powers(q, peak, scale) * inverse
     return q, peak, inverse
 
 
@@ -49,11 +52,11 @@ def decide(token, token_logit, q, parts, num_parts, part, known, scale, seed, po
     inverse = 1.0 / mass
     if greedy:
         peaks = tl.load(parts + part, mask=known, other=float("-inf"), cache_modifier=".cg")
-        lowest = tl.load(parts + num_parts + part, mask=known, other=0.0, cache_modifier=".cg")
-        kept = tl.min(tl.where(known & (peaks == peak), lowest, float("inf")), axis=0) == token.to(tl.float32)
+        least = tl.load(parts + num_parts + part, mask=known, other=0.0, cache_modifier=".cg")
+        kept = tl.min(tl.where(known & (peaks == peak), least, float("inf")), axis=0) == token.to(tl.float32)
         inverse = tl.where(kept, 1.0, 0.0)
     else:
-        p = tl.exp2((token_logit - finite_or_zero(peak)) * scale) * inverse
+        p = powers(token_logit, peak, scale) * inverse
         kept = acceptance_number(seed, position) * q < p.to(tl.float64)
     return kept, peak, inverse
 
@@ -78,39 +81,44 @@ def judge_kernel(  # noqa: PLR0915 (one launch)
     early_exit,
     STATES: tl.constexpr, SLOTS: tl.constexpr, HAS_Q: tl.constexpr, DENSE: tl.constexpr, PROBS: tl.constexpr,
     STORED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Grid K * B * blocks of `tiles` parts of the vocabulary: the blocks of a row run together, slot after slot."""
+    start_next(TOGETHER)
     num_blocks = tl.cdiv(num_parts, tiles)
     block, line = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     slot, request = line // batch, line % batch
     start = tl.load(starts_ptr + request).to(tl.int64)
     count = tl.load(starts_ptr + request + 1) - start - 1
-    # The row of a slot after a rejection is not needed. It may be complete or not; nobody looks.
-    if (tl.load(first_ptr + request, volatile=True) < slot) & (early_exit != 0):
-        return
-    run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)[1]
-    if slot >= run:
-        return
-    state = keyed(states_ptr, request, STATES)
+    first = tl.load(first_ptr + request, volatile=True)
+    state, place = keyed(states_ptr, request, STATES), keyed(slots_ptr, request, SLOTS)
     temperature = tl.load(temperature_ptr + state).to(tl.float32)
-    scale, greedy = exponent_scale(temperature), temperature == 0.0
     draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
+    run = offered_run(drafts_ptr, start, count, vocab_size, num_drafts, WIDTH)[1]
+    # The row of a slot after a rejection is not needed. It may be complete or not; nobody looks.
+    skipped = (slot >= run) | ((first < slot) & (early_exit != 0))
+    # Never true; makes the compiler load these before the branch, so that all small loads wait for memory together.
+    never = (temperature < 0.0) | (draft_scale < 0.0) | (place < 0)
+    if skipped | never:
+        return
+    scale, greedy = exponent_scale(temperature), temperature == 0.0
     logits_row = logits_ptr + (start + slot) * logits_stride
-    place = keyed(slots_ptr, request, SLOTS)
     at = values_ptr + place * slot_stride + slot * position_stride
     parts = parts_ptr + line.to(tl.int64) * 4 * num_parts
     for part in range(block * tiles, tl.minimum(block * tiles + tiles, num_parts)):
-        column = part * BLOCK + tl.arange(0, BLOCK)
+        column = columns_of(part, BLOCK)
         inside = column < vocab_size
-        logits = load_logits(logits_row, column, inside)
+        logits = tl.load(logits_row + column, mask=inside, other=float("-inf")).to(tl.float32)
         if DENSE and not (PROBS or STORED):
             draft_logits = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
-            draft_peak, draft_mass = sum_part(draft_logits, draft_scale)
+            peak, mass, draft_peak, draft_mass = sum_two_parts(logits, draft_logits, scale, draft_scale)
             tl.store(parts + 2 * num_parts + part, draft_peak)
             tl.store(parts + 3 * num_parts + part, draft_mass)
-        peak, mass = sum_part(logits, scale)
+        else:
+            peak, mass = sum_part(logits, scale)
+        peak = tl.where(mass == mass, peak, float("inf"))  # a NaN anywhere is in the sum, not in the maximum
         if greedy:  # no sum is needed; a float32 holds ids up to 2**24
-            mass = tl.min(tl.where(logits == peak, column, _NO_REJECTION), axis=0).to(tl.float32)
+            mass = lowest(tl.where(logits == peak, column, _NO_REJECTION)).to(tl.float32)
         tl.store(parts + part, peak)
         tl.store(parts + num_parts + part, mass)
     tl.debug_barrier()
@@ -171,11 +179,11 @@ def overlap_kernel(
     scale = exponent_scale(temperature)
     draft_scale = exponent_scale(tl.load(draft_temperature_ptr + state).to(tl.float32))
     row = rows_ptr + line * 4
-    peak, inverse = finite_or_zero(tl.load(row)), tl.load(row + 1)
+    peak, inverse = tl.load(row), tl.load(row + 1)
     if temperature == 0.0:
         tl.store(out, tl.where(block == 0, inverse, 0.0))
         return
-    draft_peak, draft_inverse = finite_or_zero(tl.load(row + 2)), tl.load(row + 3)
+    draft_peak, draft_inverse = tl.load(row + 2), tl.load(row + 3)
     if HAS_Q:
         place = keyed(slots_ptr, request, SLOTS)
         at = values_ptr + place * slot_stride + slot * position_stride
@@ -190,12 +198,12 @@ def overlap_kernel(
             column = tl.load(ids + lane, mask=inside, other=0)
             q = tl.load(at + lane, mask=inside, other=0.0).to(tl.float32)
         if not PROBS:
-            q = tl.exp2((q - draft_peak) * draft_scale) * draft_inverse
+            q = powers(q, draft_peak, draft_scale) * draft_inverse
     else:
         lane = tl.arange(0, WIDTH)
         inside = lane < tl.where(block == 0, 1, 0)
         column = tl.load(drafts_ptr + start + 1 + slot + lane, mask=inside, other=0)
         q = tl.full((WIDTH,), 1.0, tl.float32)
     logits = tl.load(logits_ptr + (start + slot) * logits_stride + column, mask=inside, other=float("-inf"))
-    p = tl.exp2((logits.to(tl.float32) - peak) * scale) * inverse
+    p = powers(logits.to(tl.float32), peak, scale) * inverse
     tl.store(out, tl.sum(tl.where(inside, tl.minimum(p, q), 0.0), axis=0))

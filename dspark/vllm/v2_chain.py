@@ -19,6 +19,7 @@ from dspark.kernels.markov import ChainOutput, ChainRequests, MarkovWeights, cha
 from dspark.kernels.markov_candidates import (
     CandidatesWorkspace,
     SparseOutput,
+    bias_lists,
     candidates_chain,
     candidates_chain_ref,
 )
@@ -110,6 +111,8 @@ class Chain:
         if plan.options.w2 == "fp8" and self.weights.w2 is not None:
             self.weights = self.weights.quantized()
         self.uses_kernels = plan.chain == "kernels" and store.device.type == "cuda"
+        listed = self.uses_kernels and plan.topk is not None
+        self._lists = bias_lists(self.weights, plan.topk) if listed else None
         self._workspaces: dict[int, Any] = {}
         self.description = self._describe()
 
@@ -162,7 +165,7 @@ class Chain:
         tokens: torch.Tensor,
         confidence: torch.Tensor | None,
     ) -> None:
-        """Over the best base logits of each row."""
+        """Over some candidates of each row."""
         new = SparseOutput.allocate(self.weights, base, self.plan.topk)
         out = SparseOutput(tokens, new.ids, new.logits, new.lse, confidence)
         if self.uses_kernels:
@@ -197,7 +200,7 @@ class Chain:
             self._workspaces[batch] = (
                 DenseWorkspace(self.weights, base)
                 if self.plan.topk is None
-                else CandidatesWorkspace(self.weights, base, self.plan.topk)
+                else CandidatesWorkspace(self.weights, base, self.plan.topk, self._lists)
             )
         return self._workspaces[batch]
 

@@ -8,7 +8,9 @@ from markov_cases import BF16, TIE, Case, Inputs, forced_logits, make
 
 from dspark.kernels.markov_candidates import (
     CandidatesWorkspace,
+    Selection,
     SparseOutput,
+    bias_lists,
     candidates_chain,
     candidates_chain_ref,
     candidates_ref,
@@ -49,9 +51,11 @@ def poisoned(inputs: Inputs, k: int) -> SparseOutput:
     return out
 
 
-def run(inputs: Inputs, k: int, truncation: SamplingTensors | None = None) -> SparseOutput:
+def run(
+    inputs: Inputs, k: int, truncation: SamplingTensors | None = None, lists: torch.Tensor | None = None
+) -> SparseOutput:
     out = poisoned(inputs, k)
-    workspace = CandidatesWorkspace(inputs.weights, inputs.base, k)
+    workspace = CandidatesWorkspace(inputs.weights, inputs.base, k, lists)
     candidates_chain(inputs.weights, inputs.base, inputs.hidden, inputs.requests, out, workspace, truncation)
     return out
 
@@ -87,31 +91,35 @@ def test_selection_is_exact_with_the_lower_column_among_equals(k, columns, sprea
     base[0, 0] *= -0.0  # both zeros are one value
     base[0, 1, ::3] = float("-inf")
     base[1, 1] *= 1e30
-    inputs = make(Case(kind="none"), device)
     for dtype in (torch.float32, BF16):
         values = base.to(device, dtype)
-        workspace = CandidatesWorkspace(inputs.weights, values, k)
-        select_candidates(values, workspace)
+        selection = Selection(values, k)
+        select_candidates(values, selection)
         expected, chosen = candidates_ref(values, k)
-        assert torch.equal(workspace.columns.long(), expected)
-        assert torch.equal(workspace.values, chosen)
+        assert torch.equal(selection.columns.long(), expected)
+        assert torch.equal(selection.values, chosen)
+        least, last = selection.edges.view(2, 2, 2).unbind(-1)
+        assert torch.equal(least, chosen.amin(-1))
+        assert torch.equal(last.long(), expected.where(chosen == least[..., None], -1).amax(-1))
 
 
 def test_fine_differences_of_float32_are_told_apart(device):
     base = (1 + torch.randperm(900, generator=torch.Generator().manual_seed(0)) * 2.0**-23).view(1, 1, 900).to(device)
-    workspace = CandidatesWorkspace(make(Case(kind="none"), device).weights, base, 64)
-    select_candidates(base, workspace)
-    assert torch.equal(workspace.columns.long(), candidates_ref(base, 64)[0])
+    selection = Selection(base, 64)
+    select_candidates(base, selection)
+    assert torch.equal(selection.columns.long(), candidates_ref(base, 64)[0])
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(("case", "k"), CASES)
-def test_everything_equals_the_reference_for_equal_noise(case, k, device):
+def test_everything_equals_the_reference_for_equal_noise(case, k, listed, device):
     inputs = make(case, device)
+    lists = bias_lists(inputs.weights, k) if listed else None
     expected = poisoned(inputs, k)
-    lead = candidates_chain_ref(inputs.weights, inputs.base, inputs.hidden, inputs.requests, expected)
+    lead = candidates_chain_ref(inputs.weights, inputs.base, inputs.hidden, inputs.requests, expected, lists=lists)
     noisy = inputs.live & (inputs.requests.temperature > 0)
     assert lead[noisy].min() > TIE, "a draw of this case is nearly tied: take another seed"
-    out = run(inputs, k)
+    out = run(inputs, k, lists=lists)
     for name in ("tokens", "ids", "logits"):
         assert same(getattr(out, name), getattr(expected, name)), name
     assert torch.allclose(out.lse[inputs.live], expected.lse[inputs.live], rtol=0, atol=1e-5)
@@ -120,14 +128,17 @@ def test_everything_equals_the_reference_for_equal_noise(case, k, device):
         assert torch.allclose(out.confidence, expected.confidence, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(("case", "k"), [*CASES[:2], *CURVED])
-def test_the_proposal_is_what_the_tokens_were_drawn_from(case, k, device):
+def test_the_proposal_is_what_the_tokens_were_drawn_from(case, k, listed, device):
     """Losslessness: logits of the drafted tokens, and the race of the written logits, recomputed in float64."""
     inputs = make(case, device)
-    out = run(inputs, k)
-    columns = candidates_ref(inputs.base, k)[0]
-    exact = forced_logits(inputs, out.tokens).gather(-1, columns)
-    assert (out.logits - exact).abs().max() < (2**-6 if case.dtype == BF16 and case.kind != "vanilla" else 1e-4)
+    out = run(inputs, k, lists=bias_lists(inputs.weights, k) if listed else None)
+    exact = forced_logits(inputs, out.tokens).gather(-1, out.ids)
+    possible = out.logits > float("-inf")
+    assert possible.all() or case.kind == "vanilla"
+    error = (out.logits - exact)[possible].abs().max()
+    assert error < (2**-6 if case.dtype == BF16 and case.kind != "vanilla" else 1e-4)
     settings = [SamplingParams(temperature=t) for t in inputs.requests.temperature.tolist()]
     probs = to_distribution(out.logits.double(), SamplingTensors.stack(settings, device))
     positions = inputs.requests.positions[:, None] + torch.arange(case.steps, device=device)
@@ -147,6 +158,27 @@ def test_all_columns_as_candidates_are_the_dense_chain(device):
     probs = to_distribution(dense.double(), SamplingTensors.stack(settings, device))
     positions = inputs.requests.positions[:, None] + torch.arange(case.steps, device=device)
     assert torch.equal(out.tokens, sample(probs, Streams(inputs.requests.seeds), positions, Purpose.DRAFT))
+
+
+def test_listed_tokens_are_those_of_largest_bias_and_count_once(device):
+    """Equal biases and base logits abound in these numbers, so that any rule about who is among the largest shows."""
+    inputs = make(Case(batch=6, columns=300, temperature=(1.0, 0.0), rank=8), device)
+    out = run(inputs, 64, lists=bias_lists(inputs.weights, 64))
+    columns = candidates_ref(inputs.base, 32)[0]
+    largest, listed = out.ids[..., ::2], out.ids[..., 1::2]
+    assert torch.equal(largest, columns)
+    assert out.logits[..., ::2].isfinite().all()
+    previous = torch.cat([inputs.requests.anchors[:, None], out.tokens[:, :-1]], 1)
+    bias = inputs.weights.w1[previous].float() @ inputs.weights.w2.float().T
+    assert torch.equal(bias.gather(-1, listed).sort(-1).values, bias.topk(32).values.flip(-1))
+    twice = (listed[..., None] == columns[..., None, :]).any(-1)
+    assert twice.any()
+    assert torch.equal(out.logits[..., 1::2] == float("-inf"), twice)
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn", "none"])
+def test_only_the_vanilla_head_has_lists(kind):
+    assert bias_lists(make(Case(kind=kind), "cpu").weights, 32) is None
 
 
 @pytest.mark.parametrize("k", [32, 64])
@@ -169,13 +201,14 @@ def test_truncation_is_that_of_the_sampling_package(k, device):
     assert torch.equal(out.tokens, sample(expected, Streams(inputs.requests.seeds), positions, Purpose.DRAFT, ids))
 
 
-def test_truncation_equals_its_reference(device):
+@pytest.mark.parametrize("listed", [False, True])
+def test_truncation_equals_its_reference(listed, device):
     case = Case(batch=5, temperature=(1.0, 0.0, 2.0), padding=(3,))
     inputs = make(case, device)
-    truncation = limits(case.batch, device)
+    truncation, lists = limits(case.batch, device), bias_lists(inputs.weights, 32) if listed else None
     expected = poisoned(inputs, 32)
-    candidates_chain_ref(inputs.weights, inputs.base, inputs.hidden, inputs.requests, expected, truncation)
-    out = run(inputs, 32, truncation)
+    candidates_chain_ref(inputs.weights, inputs.base, inputs.hidden, inputs.requests, expected, truncation, lists)
+    out = run(inputs, 32, truncation, lists)
     for name in ("tokens", "ids", "logits"):
         assert same(getattr(out, name), getattr(expected, name)), name
 
@@ -200,6 +233,12 @@ def test_a_request_does_not_depend_on_its_batch(device):
 def test_bad_numbers_of_candidates_are_named(k, message):
     with pytest.raises(ValueError, match=message):
         CandidatesWorkspace(make(Case(kind="none"), "cpu").weights, torch.zeros(1, 1, 100), k)
+
+
+def test_lists_of_another_number_of_candidates_are_refused():
+    weights = make(Case(columns=100), "cpu").weights
+    with pytest.raises(ValueError, match=r"lists must be those of k=64 candidates of this head, got \(100, 16\)"):
+        CandidatesWorkspace(weights, torch.zeros(1, 1, 100), 64, bias_lists(weights, 32))
 
 
 def test_a_graph_replays_with_new_inputs(device):
