@@ -63,6 +63,7 @@ def engine_options(name: str, folder: Path) -> dict:
         "compilation_config": {"cudagraph_capture_sizes": GRAPHS[name != "plain"]},
         "kernel_config": {"enable_flashinfer_autotune": False},
         "enable_prefix_caching": name.endswith("cached"),
+        "prefix_cache_retention_interval": None,  # every block; vLLM's default keeps states of prompts only
         "disable_log_stats": False,
         "additional_config": additional,
         "seed": 0,
