@@ -13,8 +13,8 @@ weights once, and their drafts and emitted tokens after every step; a difference
 
 Laws, printed as OK or FAILED when the engines that they need have ended: greedy output is that of plain decoding on one
 GPU, or each of its tokens is the most probable one there but for rounding (the plain engine reads the text); a seeded
-request repeats, and is the same alone as in a batch (in float32 on one GPU only: bfloat16, and the sum over ranks, round
-otherwise in a batch of another size); acceptance on two GPUs is that on one.
+request repeats, and is the same alone as in a batch (in float32 on one GPU only: bfloat16 and sums over ranks round in
+another way in a batch of another size); acceptance on two GPUs is that on one.
 """
 
 import argparse
