@@ -82,18 +82,6 @@ def load_drafter(
     return drafter
 
 
-def check_target(config: DrafterConfig, target: TargetFacts) -> None:
-    """Refuse a target that `config` was not trained for.
-
-    Raises:
-        CheckpointError: layers, widths, taps or vocabularies do not fit, or the target cannot provide what the
-        checkpoint lacks.
-    """
-    findings = Findings()
-    find_target_problems(config, target, findings)
-    findings.raise_problems(f"drafter ({config.family})")
-
-
 def check_files(
     container: Container, target: TargetFacts | None, layout: Layout | None, findings: Findings
 ) -> Resolved | None:

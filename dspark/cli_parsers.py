@@ -185,11 +185,7 @@ def _add_quality(commands: Any) -> None:
         help="thresholds that every row has to meet, such as 'tokens_per_step>=2.5', 'one_minus_tv[1]>=0.6', "
         "'ece.high<=0.05'; a wrong name lists all",
     )
-    quality.add_argument(
-        "--states",
-        metavar="DIR",
-        help="keep the target's states here, for these settings only; default: a folder for each in the user's cache",
-    )
+    quality.add_argument("--states", metavar="DIR", help="keep the target's states here; default: in the user's cache")
     quality.add_argument("--out", metavar="DIR", help="write results.json here")
     group = quality.add_argument_group("models, drafting and sampling")
     group.add_argument("--target", metavar="TARGET", help="the target, if every MODEL is a drafter")

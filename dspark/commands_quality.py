@@ -39,7 +39,6 @@ def quality(options: argparse.Namespace) -> int:
         num_draft_tokens=lengths,
         ablate=tuple(getattr(options, "ablate", ())),
         states=output_folder(options, "states") or cache_folder() / STATES_FOLDER,
-        keyed=not hasattr(options, "states"),
     )
     out = output_folder(options)
     target, target_name, drafters = _load(options)

@@ -99,24 +99,12 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        config = None if self.config is None else asdict(self.config)
-        if config is not None and self.config is not None:
-            config["max_draft_tokens"] = self.config.max_draft_tokens
-            del config["notes"]  # the same as the inspection's
-        return {
-            "path": self.path,
-            "family": self.family,
-            "supported": self.supported,
-            "loadable": self.loadable,
-            "config": config,
-            "num_parameters": self.num_parameters,
-            "num_bytes": self.num_bytes,
-            "ownership": dict(self.ownership),
-            "calibration": self.calibration,
-            "tensors": [asdict(row) for row in self.tensors],
-            "notes": list(self.notes),
-            "refusals": list(self.refusals),
-        }
+        found = asdict(self)
+        if self.config is not None:
+            found["config"]["max_draft_tokens"] = self.config.max_draft_tokens
+            del found["config"]["notes"]  # the same as the inspection's
+        totals = {"loadable": self.loadable, "num_parameters": self.num_parameters, "num_bytes": self.num_bytes}
+        return found | totals
 
     def to_text(self) -> str:
         """Aligned tables for people: verdict first, then record, tensors, notes and refusals."""

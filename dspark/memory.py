@@ -131,36 +131,6 @@ def recurrent_memory(sizes: RecurrentSizes, num_draft_tokens: int, scheme: Schem
     return RecurrentMemory(sizes.state, rows * sizes.record, (history + window) * sizes.column)
 
 
-@dataclass(frozen=True)
-class PagedPool:
-    """A paged cache in which attention blocks and recurrent states share one page size, as in vLLM.
-
-    Attributes:
-        pool_bytes: memory for all pages.
-        attention_bytes: of one token in one attention layer.
-        layers_per_group: layers that share a block table; each group takes a page a layer for a block.
-        recurrent_groups: groups of recurrent layers, pads included; attention layers are one more group.
-        granularity: the tokens of a block are a multiple of this.
-    """
-
-    pool_bytes: int
-    attention_bytes: int
-    layers_per_group: int
-    recurrent_groups: int
-    granularity: int = 16
-
-    def block_tokens(self, page_bytes: int) -> int:
-        """Tokens of an attention block, so that it is no smaller than a recurrent page of one layer."""
-        return -(-page_bytes // (self.attention_bytes * self.granularity)) * self.granularity
-
-    def requests(self, page_bytes: int, states: int, max_length: int) -> float:
-        """How many requests of `max_length` tokens fit when each keeps `states` recurrent pages of `page_bytes` a
-        layer."""
-        tokens = self.block_tokens(page_bytes)
-        blocks = self.pool_bytes // (self.layers_per_group * tokens * self.attention_bytes)
-        return blocks / (-(-max_length // tokens) + self.recurrent_groups * states)
-
-
 def describe_memory(sizes: RecurrentSizes, num_draft_tokens: int) -> list[str]:
     """One line a scheme for people: MiB a request and its parts."""
     lines = []

