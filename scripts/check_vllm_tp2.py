@@ -63,8 +63,12 @@ def engine_options(args: argparse.Namespace, pair: str, mode: str, tp: int) -> d
         "skip_tokenizer_init": True,
         "seed": 0,
     }
-    if args.graphs:  # as much as is needed to run in graphs, and no torch.compile, which takes most of a start
-        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if args.graphs:  # no torch.compile, which takes most of a start; vLLM does without it for Kimi by itself
+        rows = 1 if mode == "plain" else 1 + NUM_DRAFTS[pair]
+        graphs = {} if pair == "k3" else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        options["compilation_config"] = graphs | {
+            "cudagraph_capture_sizes": [rows * n for n in (1, 2, 4, NUM_REQUESTS)]
+        }
         options["kernel_config"] = {"enable_flashinfer_autotune": False}
     if mode != "plain":
         options["speculative_config"] = {
