@@ -46,6 +46,18 @@ def test_greedy_output_is_that_of_plain_decoding_for_every_k(pair, num_draft_tok
     assert tokens(drafted) == plain
 
 
+@FOLDS
+@pytest.mark.parametrize("num_draft_tokens", [2, 8], ids=["serial-kernel", "chunk-kernel"])
+def test_greedy_output_in_float32_on_every_device(num_draft_tokens, defer_folds, device, monkeypatch):
+    """On a GPU the kernels run, of short windows and of long ones."""
+    target, drafter = kimi_pair(dtype=torch.float32)
+    target, drafter = HFTarget(target.model.to(device)), drafter.to(device)
+    folding(target, defer_folds, monkeypatch)
+    drafted = generate(target, drafter, PROMPTS, GREEDY, num_draft_tokens=num_draft_tokens, max_batch_size=3)
+    assert tokens(drafted) == tokens(generate(target, None, PROMPTS, GREEDY))
+    assert max(s.num_accepted for g in drafted for s in g.steps) == num_draft_tokens
+
+
 def test_every_accepted_length_occurs_and_requests_differ(pair):
     target, drafter, plain = pair
     params = SamplingParams(temperature=0, max_new_tokens=150)
