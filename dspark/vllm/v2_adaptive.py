@@ -1,64 +1,159 @@
-"""What a step costs beside the target's and the drafter's passes, for vLLM's adaptive verification.
+"""vLLM's adaptive verification, by what steps take and not by what two parts of them take on the GPU.
 
-vLLM verifies as many drafts of a step as make expected tokens / cost largest, and takes as cost the GPU time of two
-parts, the target's pass and the drafter's, profiled at start-up. A step also samples, verifies and runs on the host,
-and that part is the same for few rows as for many. Left out, every row looks dearer than it is, and drafts are trimmed
-that would have paid: with a small target, or few requests, most of a step is host time.
+vLLM verifies as many drafts of a step as make expected tokens / cost largest. Its cost is the GPU time of the target's
+pass and the drafter's, profiled at start-up. A step also samples, verifies, and runs on the host: with a small target
+most of it is host time, in which rows are free, and every draft that is trimmed is a loss. And choosing costs the host
+a tenth of such a step, whatever is chosen.
 
-Here steps are timed while they run, and what is missing from vLLM's price is added to it. The confidences that decide
-how many drafts that buys, and which ones, stay those of vLLM's rule.
+Here steps are timed while they run, apart for those that verify everything and those that trim. What the profile lacks
+is added to it, for each kind its own; trimming has to beat verifying everything by these prices. Where it does not, one
+step in `LOOK_AFTER` looks whether that has changed, and the others do nothing for it. The kind that loses is run for
+`TRIAL` steps in `RETRY_AFTER`, so that its time is known. Which drafts a budget buys stays vLLM's ranking.
+
+Lengths never depend on the drafts they cut: budgets come from earlier steps, the ranking from survivals
+(`dspark.schedule`).
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import numpy as np
+import torch
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from dspark.vllm.v2_plan import is_ours
 
-REMEMBERED_STEPS = 15  # the median of so many follows the load and forgets a pause
+TIMED_STEPS = 15  # the median of so many follows the load and forgets a pause
+TRIAL, RETRY_AFTER, LOOK_AFTER = 4, 128, 16
+# Confidences reach the host a step late: what a look reads was recorded in the two steps before it.
+RECORDED_BEFORE = 2
 
 
-class StepPrice:
-    """In the place of `get_num_tokens` of vLLM's manager, which chooses a step's budget."""
+class WholeSteps:
+    """In the place of vLLM's AdaptiveVerificationManager, which it drives."""
 
     def __init__(self, manager: Any, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Args: vLLM's AdaptiveVerificationManager; seconds."""
+        """Args: vLLM's manager; seconds."""
         self.manager, self.clock = manager, clock
-        self._vllms_own = manager.get_num_tokens
-        self._missing: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        self._last: tuple[float, Mapping[str, int], float] | None = None
+        self._missing: dict[bool, deque[float]] = {kind: deque(maxlen=TIMED_STEPS) for kind in (True, False)}
+        self._idle = {True: 0, False: 0}  # steps since the kind ran; True: everything is verified
+        self._timed_at = 0  # requests of the steps that were timed
+        self._shape = (0, 0, 0)
+        self._began, self._priced, self._all, self._run = 0.0, 0.0, True, 0
+        self._until_look = 0
+        self._row_starts = np.zeros(1, np.int32)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.manager, name)
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Contract of vLLM's method: tokens of the step once drafts are trimmed. Called once a step."""
+        requests, total = len(num_tokens_per_req), sum(num_tokens_per_req.values())
+        drafts = sum(map(len, draft_tokens.values()))
+        shape = requests, total, drafts
+        now = self.clock()
+        if shape == self._shape and self._run > 1:  # the first of a run may still wait for one of the other kind
+            self._missing[self._all].append(1e3 * (now - self._began) - self._priced)
+        if abs(requests - self._timed_at) * 4 > requests:
+            self._timed_at = requests
+            for times in self._missing.values():
+                times.clear()
+        self._until_look = self._until_look - 1 if shape == self._shape else 0
+        if total - drafts != requests or drafts > self.manager._max_total_logits - requests * self._bonus:
+            self._all, self._run, self._until_look = False, 0, 0  # prompts in the step, or more rows than a chunk holds
+            num_tokens = self.manager.get_num_tokens(num_tokens_per_req, draft_tokens)
+        else:
+            budget = drafts if self._until_look > 0 else self._look(num_tokens_per_req, draft_tokens, drafts)
+            num_tokens = self._choose(budget, num_tokens_per_req, draft_tokens, drafts)
+        self._shape, self._began = shape, now
+        return num_tokens
 
     @property
-    def missing_ms(self) -> float:
-        """Milliseconds of a step that are in neither pass; 0 before any was timed."""
-        return max(median(self._missing), 0.0) if self._missing else 0.0
+    def _bonus(self) -> int:
+        return self.manager.num_bonus_tokens
 
-    def __call__(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Contract of vLLM's method. Called once a step, so that from call to call a step goes by."""
-        now = self.clock()
-        if self._last is not None and self._last[1].keys() == num_tokens_per_req.keys():
-            self._missing.append(1e3 * (now - self._last[0]) - self._last[2])
+    def missing_ms(self, everything: bool) -> float:
+        """Milliseconds that steps of this kind take beside the two passes; 0, as vLLM has it, before any was timed."""
+        return median(self._missing[everything]) if self._missing[everything] else 0.0
+
+    def _look(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], drafts: int) -> int:
+        """Decide on a budget, and when to look again."""
+        requests = len(num_tokens_per_req)
+        lengths = np.fromiter((len(draft_tokens.get(r, ())) for r in num_tokens_per_req), np.int64, requests)
+        slot_of = self.manager.req_states.req_id_to_index
+        slots = np.fromiter((slot_of[r] for r in num_tokens_per_req), np.int64, requests)
+        confidence = self.manager._stale_confidences[self.manager._stale_idx].np[slots].astype(np.float64)
+        survival = np.cumprod(confidence, axis=1)[np.arange(confidence.shape[1]) < lengths[:, None]]
+        tokens = requests + np.concatenate([[0.0], np.cumsum(-np.sort(-survival))])
         drafting, verifying = self.manager.cost_tables
-        self.manager.cost_tables = drafting + self.missing_ms, verifying
-        try:
-            num_tokens = self._vllms_own(num_tokens_per_req, draft_tokens)
-        finally:
-            self.manager.cost_tables = drafting, verifying
-        priced = float(drafting[len(num_tokens_per_req)] + verifying[num_tokens])
-        self._last = now, num_tokens_per_req, priced
-        return num_tokens
+        passes = drafting[requests] + verifying[requests : requests + drafts + 1]
+        rates = tokens / np.maximum(passes + self.missing_ms(False), 1e-3)
+        best = int(rates.argmax())
+        of_all = tokens[drafts] / max(float(passes[drafts]) + self.missing_ms(True), 1e-3)
+        trims = best < drafts and rates[best] > of_all
+        if not self._missing[True] or (trims and self._idle[True] >= RETRY_AFTER):
+            self._until_look = TRIAL
+            return drafts
+        if trims:
+            return best
+        if self._idle[False] >= RETRY_AFTER:
+            self._missing[False].clear()  # it is tried again, if vLLM's price speaks for it
+            self._idle[False] = 0
+        self._until_look = LOOK_AFTER
+        return drafts
+
+    def _choose(
+        self, budget: int, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], drafts: int
+    ) -> int:
+        """Hand the budget to vLLM's manager; the step's tokens."""
+        everything, requests = budget == drafts, len(num_tokens_per_req)
+        self._run = self._run + 1 if everything == self._all else 1
+        self._all = everything
+        self._idle[everything], self._idle[not everything] = 0, self._idle[not everything] + 1
+        drafting, verifying = self.manager.cost_tables
+        self._priced = float(drafting[requests] + verifying[requests + budget])
+        lengths: dict[str, int] = {}
+        others: dict[str, int] = {}
+        if not everything:
+            lengths = {r: len(draft_tokens.get(r, ())) for r in num_tokens_per_req}
+            others = dict.fromkeys(num_tokens_per_req, 1)
+        self.manager._batch_budget = lengths, others, budget
+        return requests + budget
+
+    def compact_batch(
+        self, num_drafts: np.ndarray, num_tokens: np.ndarray, row_starts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Contract of vLLM's method."""
+        self._row_starts = row_starts
+        return self.manager.compact_batch(num_drafts, num_tokens, row_starts)
+
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int, Any]:
+        """Contract of vLLM's method. With nothing to trim the runner's own layout stands."""
+        if not self._all:
+            return self.manager.reallocate_drafts(req_ids, idx_mapping)
+        budget, self.manager._batch_budget = self.manager._batch_budget[2], None
+        row_starts = self.manager._cu_num_logits[: len(self._row_starts)]
+        async_tensor_h2d(self._row_starts, out=row_starts)
+        return row_starts, self.manager.query_start_loc, budget, None
+
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+        """Contract of vLLM's method; steps whose confidences no look will read leave them."""
+        if self._until_look <= RECORDED_BEFORE:
+            self.manager.record_confidences(confidence_probs, input_batch)
 
 
 def make_manager(vllms_own: Callable[..., Any], *, vllm_config: VllmConfig, **options: Any) -> Any:
-    """vLLM's `maybe_create_adaptive_verification_manager`, timing the steps of our drafters.
+    """vLLM's `maybe_create_adaptive_verification_manager`, with the steps of our drafters timed.
 
     Ranks that each timed their own steps would choose different budgets, so with several it stays vLLM's.
     """
     manager = vllms_own(vllm_config=vllm_config, **options)
     if manager is not None and is_ours(vllm_config) and vllm_config.parallel_config.world_size == 1:
-        manager.get_num_tokens = StepPrice(manager)
+        return WholeSteps(manager)
     return manager

@@ -1,81 +1,154 @@
-"""Adaptive verification on V2 reckons with whole steps: what is added to vLLM's price, and when."""
+"""Adaptive verification on V2 goes by the time of whole steps: a machine with a known step time, and what is chosen."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from dspark.vllm import v2_adaptive
-from dspark.vllm.v2_adaptive import REMEMBERED_STEPS, StepPrice, make_manager
+from dspark.vllm.v2_adaptive import LOOK_AFTER, RETRY_AFTER, TRIAL, WholeSteps, make_manager
+
+STEPS = 4  # K
 
 
 class Manager:
-    """vLLM's rule in small: the budget of the best expected tokens per cost, for one row of survivals."""
+    """vLLM's manager in small: what `WholeSteps` reads of it, and a count of what it is asked to do."""
 
-    def __init__(self, survivals, row_ms):
-        self.survivals = survivals
-        self.cost_tables = np.full(9, 1.0), 1.0 + row_ms * np.arange(40)
+    def __init__(self, survivals, *, draft_ms=1.0, row_ms=0.1, max_logits=10_000):
+        num_slots, K = len(survivals), STEPS
+        survivals = np.asarray(survivals, dtype=np.float32)
+        confidence = survivals / np.concatenate([np.ones((num_slots, 1), np.float32), survivals[:, :-1]], axis=1)
+        self._stale_confidences, self._stale_idx = [SimpleNamespace(np=confidence)] * 2, 0
+        self.req_states = SimpleNamespace(req_id_to_index={f"r{i}": i for i in range(num_slots)})
+        self.cost_tables = np.full(num_slots + 1, draft_ms), 1.0 + row_ms * np.arange(num_slots * (K + 1) + 1)
+        self.num_bonus_tokens, self._max_total_logits = 1, max_logits
+        self._batch_budget = None
+        self._cu_num_logits = torch.zeros(num_slots + 1, dtype=torch.int32)
+        self.query_start_loc = torch.zeros(num_slots + 1, dtype=torch.int32)
+        self.calls = {"get": 0, "record": 0, "reallocate": 0}
 
     def get_num_tokens(self, num_tokens_per_req, draft_tokens):
-        requests = len(num_tokens_per_req)
-        drafting, verifying = self.cost_tables
-        tokens = requests + np.concatenate([[0.0], np.cumsum(self.survivals)])
-        costs = drafting[requests] + verifying[requests : requests + len(tokens)]
-        return requests + int(np.argmax(tokens / costs))
+        self.calls["get"] += 1
+        self._batch_budget = ({}, {}, 0)
+        return sum(num_tokens_per_req.values()) - sum(map(len, draft_tokens.values()))
+
+    def compact_batch(self, num_drafts, num_tokens, row_starts):
+        return num_tokens, row_starts
+
+    def reallocate_drafts(self, req_ids, idx_mapping):
+        self.calls["reallocate"] += 1
+        lengths, others, budget = self._batch_budget
+        assert set(lengths) == set(others) == set(req_ids)
+        self._batch_budget = None
+        return "rows", "queries", budget, None
+
+    def record_confidences(self, confidence_probs, input_batch):
+        self.calls["record"] += 1
+
+    def add_request(self, index):
+        return index
 
 
-def steps(manager, seconds, *, count=REMEMBERED_STEPS + 1, requests=("a",)):
-    """Budgets of steps that each take `seconds` in truth."""
+def served(manager, num_requests, num_steps, seconds, steps=None):
+    """Budgets of `num_steps` steps; `seconds(budget)` is what a step takes in truth."""
     now = [0.0]
-    price = StepPrice(manager, clock=lambda: now[0])
-    chosen = []
-    for _ in range(count):
-        chosen.append(price(dict.fromkeys(requests, 5), {}))
-        now[0] += seconds
-    return price, chosen
+    steps = steps or WholeSteps(manager, clock=lambda: now[0])
+    requests = [f"r{i}" for i in range(num_requests)]
+    budgets = []
+    for _ in range(num_steps):
+        total = steps.get_num_tokens(dict.fromkeys(requests, STEPS + 1), dict.fromkeys(requests, [-1] * STEPS))
+        budgets.append(total - num_requests)
+        lengths = np.full(num_requests, STEPS)
+        starts = np.arange(num_requests + 1, dtype=np.int32) * (STEPS + 1)
+        steps.compact_batch(lengths, lengths + 1, starts)
+        steps.reallocate_drafts(requests, None)
+        steps.record_confidences(None, None)
+        now[0] += seconds(budgets[-1])
+    return budgets
 
 
-def test_drafts_that_a_long_step_pays_for_are_kept():
-    manager = Manager([0.6, 0.3, 0.1, 0.05], row_ms=0.3)
-    tables = manager.cost_tables
-    # the passes take 2.3 to 3.5 ms: 1/2.3, 1.6/2.6, 1.9/2.9 = .655, 2/3.2 = .625
-    assert manager.get_num_tokens({"a": 5}, {}) == 3
-    price, chosen = steps(manager, seconds=0.020)
-    assert chosen[0] == 3
-    assert set(chosen[1:]) == {5}  # about 17 ms more: 2.05 tokens in 20.6 ms beat 2.00 in 20.3
-    assert price.missing_ms == pytest.approx(20 - 3.5)
-    assert all(np.array_equal(*pair) for pair in zip(manager.cost_tables, tables, strict=True))
+SURVIVALS = np.tile([0.7, 0.3, 0.1, 0.03], (8, 1))
+EVERYTHING = 8 * STEPS
+# Expected tokens of 8 requests: 8, then 5.6, 2.4, 0.8 and 0.24 more for columns of 8 rows. With 0.1 ms a row the passes
+# take 2.8 ms and 0.8 more a column: 13.6 / 3.6 = 3.78, 16.0 / 4.4 = 3.64. vLLM's rule verifies one draft of each.
+VLLMS_CHOICE = 8
 
 
-def test_a_step_that_takes_what_the_passes_take_changes_nothing():
-    manager = Manager([0.6, 0.3, 0.1, 0.05], row_ms=0.3)
-    price, chosen = steps(manager, seconds=0.0029)
-    assert set(chosen) == {3}
-    assert price.missing_ms == pytest.approx(0, abs=1e-9)
-    price, chosen = steps(manager, seconds=0.001)  # queued faster than it runs
-    assert set(chosen) == {3}
-    assert price.missing_ms == 0
+def test_rows_that_cost_nothing_on_a_busy_host_are_verified():
+    """The host takes 12 ms, the passes 2.8 to 6 ms beside it: drafts are free, and a step now and then tries fewer."""
+    manager = Manager(SURVIVALS)
+    budgets = served(manager, 8, 1000, lambda budget: 0.012)
+    trimmed = sum(budget < EVERYTHING for budget in budgets)
+    assert trimmed <= 1000 * (TRIAL + 2) / RETRY_AFTER
+    assert manager.calls["reallocate"] == trimmed
+    assert manager.calls["record"] <= 0.3 * len(budgets)
 
 
-def test_a_pause_and_other_requests_are_no_steps():
-    now = [0.0]
-    price = StepPrice(Manager([0.6, 0.3], row_ms=0.3), clock=lambda: now[0])
-    for requests in (("a",), ("a", "b"), ("b",), ("c",)):
-        price(dict.fromkeys(requests, 3), {})
-        now[0] += 10.0  # between batches the engine waits
-    assert price.missing_ms == 0
-    for _ in range(REMEMBERED_STEPS):
-        price({"c": 3}, {})
-        now[0] += 0.010
-    now[0] += 60.0
-    price({"c": 3}, {})
-    assert price.missing_ms < 10
+def test_rows_that_cost_what_the_passes_say_are_trimmed_as_vllm_does():
+    """Nothing but the passes takes time; all that is verified beside it is a trial now and then."""
+    manager = Manager(SURVIVALS)
+    drafting, verifying = manager.cost_tables
+    budgets = served(manager, 8, 1000, lambda budget: 1e-3 * (drafting[8] + verifying[8 + budget]))
+    assert budgets.count(EVERYTHING) <= 1000 * (TRIAL + 2) / RETRY_AFTER
+    assert set(budgets) == {EVERYTHING, VLLMS_CHOICE}
+
+
+def test_the_part_of_a_step_that_no_row_changes_is_reckoned_with():
+    """20 ms more in every step: 13.6 / 23.6 = 0.576, 16 / 24.4 = 0.656, 16.8 / 25.2 = 0.667, 17.04 / 26 = 0.655."""
+    manager = Manager(SURVIVALS)
+    drafting, verifying = manager.cost_tables
+    budgets = served(manager, 8, 1000, lambda budget: 0.020 + 1e-3 * (drafting[8] + verifying[8 + budget]))
+    assert budgets.count(24) > 900
+    assert budgets.count(EVERYTHING) <= 1000 * (TRIAL + 2) / RETRY_AFTER
+
+
+def test_a_loss_that_the_passes_do_not_show_is_found():
+    """Verifying everything takes 20 ms, anything less 5, which the profile does not know."""
+    manager = Manager(SURVIVALS, row_ms=0.05)
+    budgets = served(manager, 8, 1000, lambda budget: 0.020 if budget == EVERYTHING else 0.005)
+    assert budgets.count(EVERYTHING) <= 1000 * (TRIAL + 2) / RETRY_AFTER
+
+
+def test_another_load_is_looked_at_at_once():
+    manager = Manager(SURVIVALS)
+    steps = WholeSteps(manager, clock=lambda: 0.0)
+    served(manager, 8, 3 * LOOK_AFTER, lambda budget: 0.012, steps)
+    assert steps._until_look > 0
+    served(manager, 2, 1, lambda budget: 0.012, steps)
+    assert steps._until_look == TRIAL, "times of eight requests are not those of two"
+
+
+def test_with_nothing_to_trim_the_runners_layout_stands():
+    manager = Manager(SURVIVALS)
+    steps = WholeSteps(manager)
+    total = steps.get_num_tokens({"r0": 5, "r1": 3}, {"r0": [-1] * 4, "r1": [-1] * 2})
+    assert total == 8
+    assert steps.compact_batch(np.array([4, 2]), np.array([5, 3]), np.array([0, 5, 8], np.int32))[0].tolist() == [5, 3]
+    starts, queries, budget, admitted = steps.reallocate_drafts(["r0", "r1"], None)
+    assert (starts.tolist(), budget, admitted) == ([0, 5, 8], 6, None)
+    assert queries is manager.query_start_loc
+    assert manager._batch_budget is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_logits"),
+    [pytest.param(40, 10_000, id="prompts-in-the-step"), pytest.param(5, 7, id="more-rows-than-a-chunk-holds")],
+)
+def test_other_steps_are_vllms(tokens, max_logits):
+    manager = Manager(SURVIVALS, max_logits=max_logits)
+    steps = WholeSteps(manager)
+    steps.get_num_tokens({"r0": 5, "r1": tokens}, {"r0": [-1] * 4, "r1": [-1] * 4})
+    assert manager.calls["get"] == 1
+    steps.record_confidences(None, None)
+    assert manager.calls["record"] == 1
+    assert steps.add_request(3) == 3
 
 
 @pytest.mark.parametrize(("ours", "ranks", "timed"), [(True, 1, True), (True, 2, False), (False, 1, False)])
 def test_only_our_drafters_of_one_rank_are_timed(monkeypatch, ours, ranks, timed):
     monkeypatch.setattr(v2_adaptive, "is_ours", lambda config: ours)
     config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks))
-    manager = make_manager(lambda **options: Manager([], 0.1), vllm_config=config, num_bonus_tokens=1)
-    assert isinstance(manager.get_num_tokens, StepPrice) == timed
+    manager = make_manager(lambda **options: Manager(SURVIVALS), vllm_config=config, num_bonus_tokens=1)
+    assert isinstance(manager, WholeSteps) == timed
     assert make_manager(lambda **options: None, vllm_config=config) is None
