@@ -64,16 +64,15 @@ def load_drafter(
     if container is not None and resolved is not None and calibrated:
         calibration = findings.attempt(stored_calibration, container, resolved)
     findings.raise_problems(str(path))
-    assert resolved is not None
-    assert resolved.config is not None
-    assert resolved.tensors is not None
-    dtype = dtype or stored_dtype(resolved.tensors, findings)
+    assert resolved is not None, "a problem was found, and not raised"
+    config, tensors = resolved.complete()
+    dtype = dtype or stored_dtype(tensors, findings)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise CheckpointError(
             f"{path}: dtype={dtype}; expected float64, float32, bfloat16 or float16. Weights would be rounded away."
         )
-    config = replace(resolved.config, notes=tuple(findings.notes))
-    drafter = _build(config, resolved.tensors, torch.device(device), dtype, str(path))
+    config = replace(config, notes=tuple(findings.notes))
+    drafter = _build(config, tensors, torch.device(device), dtype, str(path))
     drafter.calibrate(calibration)
     if target is not None:
         drafter.share(target.input_embedding, target.output_head, target.vocab_size)

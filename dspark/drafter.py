@@ -230,6 +230,18 @@ class Drafter(Backbone):
         return None if self.d2t is None else torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
 
 
+def variant(base: Drafter, config: DrafterConfig | None = None, **modules: nn.Module | None) -> Drafter:
+    """A drafter with the weights of `base`, another record, or other modules; `base` is not changed."""
+    twin = Drafter.__new__(Drafter)
+    twin.__dict__ = {
+        **base.__dict__,
+        "_modules": {**base._modules, **modules},
+        "_buffers": dict(base._buffers),
+        "config": config or base.config,
+    }
+    return twin
+
+
 def check_num_draft_tokens(config: DrafterConfig, num_draft_tokens: int) -> None:
     """Refuse a K that the drafter was not trained for (ValueError)."""
     if not 1 <= num_draft_tokens <= config.max_draft_tokens:

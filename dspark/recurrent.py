@@ -74,17 +74,8 @@ class KimiDeltaAttention(ReplayedModule):
     @property
     def spec(self) -> RecurrentSpec:
         module, gate = self.module, self.module.forget_gate
-        dtype, exact = _dtypes(module.q_proj)
-        return RecurrentSpec(
-            gate=Gate(
-                gate.A_log.detach().flatten().to(exact), gate.dt_bias.detach().view(module.num_heads, -1).to(exact)
-            ),
-            value_dim=module.head_dim,
-            channels=module.conv_dim,
-            conv_width=module.conv_kernel_size,
-            dtype=dtype,
-            state_dtype=exact,
-        )
+        bias = gate.dt_bias.detach().view(module.num_heads, -1)
+        return _spec(module, module.q_proj, module.head_dim, gate.A_log.detach().flatten(), bias)
 
 
 class GatedDeltaNet(ReplayedModule):
@@ -119,22 +110,22 @@ class GatedDeltaNet(ReplayedModule):
     @property
     def spec(self) -> RecurrentSpec:
         module = self.module
-        dtype, exact = _dtypes(module.out_proj)
-        bias = module.dt_bias.detach().to(exact)[:, None].repeat(1, module.head_k_dim)
-        return RecurrentSpec(
-            gate=Gate(module.A_log.detach().to(exact), bias),
-            value_dim=module.head_v_dim,
-            channels=module.conv_dim,
-            conv_width=module.conv_kernel_size,
-            dtype=dtype,
-            state_dtype=exact,
-        )
+        bias = module.dt_bias.detach()[:, None].repeat(1, module.head_k_dim)
+        return _spec(module, module.out_proj, module.head_v_dim, module.A_log.detach(), bias)
 
 
-def _dtypes(projection: nn.Linear) -> tuple[torch.dtype, torch.dtype]:
-    """Of activations and of state."""
+def _spec(module: Any, projection: nn.Linear, value_dim: int, a_log: torch.Tensor, bias: torch.Tensor) -> RecurrentSpec:
+    """`a_log` [H] and `bias` [H, K] make the gate; `projection` tells the type of activations."""
     dtype = projection.weight.dtype
-    return dtype, torch.float64 if dtype == torch.float64 else torch.float32
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return RecurrentSpec(
+        gate=Gate(a_log.to(exact), bias.to(exact)),
+        value_dim=value_dim,
+        channels=module.conv_dim,
+        conv_width=module.conv_kernel_size,
+        dtype=dtype,
+        state_dtype=exact,
+    )
 
 
 SUPPORTED: dict[str, type[ReplayedModule]] = {

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dspark.drafter import Drafter
+from dspark.drafter import Drafter, variant
 from dspark.evals.target_states import StateStore, TargetPath
 from dspark.evals.text_groups import ScoringRule, TextGroup, budget_bytes, budget_rows, context_at, group_paths
 from dspark.sampling import to_distribution
@@ -74,11 +74,9 @@ class AnchorScores:
 
 def without_markov(drafter: Drafter) -> Drafter:
     """The same weights with the Markov head off, and the confidence head with it, which may read the Markov head's
-    embedding. The original is not changed.
+    embedding.
     """
-    bare = Drafter.__new__(Drafter)
-    bare.__dict__ = {**drafter.__dict__, "_modules": {**drafter._modules, "markov_head": None, "confidence_head": None}}
-    return bare
+    return variant(drafter, markov_head=None, confidence_head=None)
 
 
 @torch.inference_mode()

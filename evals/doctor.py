@@ -27,9 +27,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dspark.drafter import Drafter
+from dspark.drafter import Drafter, variant
 from dspark.evals.block_scores import score_paths
-from dspark.evals.readings import Reading, alternatives, tap_ids_tried, variant
+from dspark.evals.readings import Reading, alternatives, tap_ids_tried
 from dspark.evals.stats import Bootstrap, Estimate
 from dspark.evals.target_states import HIDDEN, StateStore, TargetPath, compute_states, target_logits
 from dspark.evals.text_groups import ScoringRule

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from dspark.config import DrafterConfig, LayerConfig, RopeConfig
-from dspark.drafter import Drafter
+from dspark.drafter import Drafter, variant
 from dspark.target import HFTarget
 
 MAX_MASKS = 16
@@ -76,18 +76,6 @@ def tap_ids_tried(config: DrafterConfig, num_layers: int, rounds: int) -> list[i
     """Every state that some reading taps: the declared ones and those up to `rounds` layers beside them."""
     near = {tap + shift for tap in config.tap_ids for shift in range(-rounds, rounds + 1)}
     return sorted(tap for tap in near if 0 <= tap <= num_layers)
-
-
-def variant(base: Drafter, config: DrafterConfig | None = None, **modules: nn.Module | None) -> Drafter:
-    """A drafter with the weights of `base`, another record, or other modules; `base` is not changed."""
-    twin = Drafter.__new__(Drafter)
-    twin.__dict__ = {
-        **base.__dict__,
-        "_modules": {**base._modules, **modules},
-        "_buffers": dict(base._buffers),
-        "config": config or base.config,
-    }
-    return twin
 
 
 def keys_of(config: DrafterConfig) -> dict[str, str]:

@@ -35,14 +35,14 @@ from tqdm import tqdm
 
 from dspark.evals.datasets import Dataset, PromptFormat
 from dspark.evals.records import RecordStore, Request, list_requests
-from dspark.evals.settings import EvalSettings, config_sha256
+from dspark.evals.settings import EvalSettings, config_sha256, weights_sha256
 from dspark.loop import generate
 from dspark.records import FinishReason, Generation
 from dspark.target import HFTarget
 
 FORMAT = 1
 REQUESTS_PER_SHARD = 16
-DIGEST_SAMPLES = 4096
+DIGEST_SAMPLES = 4096  # of each tensor: a whole digest of a target would take longer than scoring on it
 HIDDEN = "hidden"
 # How far logits from the stored state may lie from the model's own, as a share of the largest: they are rounded alike,
 # but in products of another shape. A transformation that was missed changes them by far more.
@@ -155,7 +155,7 @@ def describe_states(
         "target": {
             "model_type": target.config.model_type,
             "config_sha256": config_sha256(target.config),
-            "weights_sha256": sampled_sha256(target.model),
+            "weights_sha256": weights_sha256(target.model, DIGEST_SAMPLES),
             "dtype": str(target.dtype).removeprefix("torch."),
         },
         "dataset": {"name": dataset.name, "sha256": dataset.sha256},
@@ -165,21 +165,6 @@ def describe_states(
         "sampling": {name: getattr(params, name) for name in names}
         | {"seed": settings.seed, "stop_token_ids": list(target.stop_token_ids)},
     }
-
-
-def sampled_sha256(module: torch.nn.Module) -> str:
-    """Digest of a model's tensors from their names, types, shapes and evenly spaced values of each.
-
-    It tells fine-tunings and quantisations of one model apart and reads a thousandth of it: a whole digest would take
-    longer than scoring on it.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(flat.numel() // DIGEST_SAMPLES, 1)].contiguous().cpu()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(sample.view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def states_key(description: dict[str, Any]) -> str:

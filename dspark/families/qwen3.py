@@ -81,6 +81,12 @@ class Resolved:
     tensors: NamedTensors | None
     dialect: Dialect
 
+    def complete(self) -> tuple[DrafterConfig, NamedTensors]:
+        """Both, where no problem was found."""
+        assert self.config is not None, "a problem was found, and not raised"
+        assert self.tensors is not None, "a problem was found, and not raised"
+        return self.config, self.tensors
+
 
 def resolve(
     dialect: Dialect, container: Container, layout: Layout | None, target_vocab_size: int | None, findings: Findings

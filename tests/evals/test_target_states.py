@@ -9,15 +9,15 @@ from tiny_target import tiny_model, tiny_tokenizer
 from dspark.evals import EvalSettings
 from dspark.evals import target_states as states_module
 from dspark.evals.datasets import load_dataset, resolve_prompt_format
-from dspark.evals.settings import request_seed
+from dspark.evals.settings import request_seed, weights_sha256
 from dspark.evals.target_states import (
+    DIGEST_SAMPLES,
     HIDDEN,
     StateStore,
     TargetPath,
     compute_states,
     continue_prompts,
     describe_states,
-    sampled_sha256,
     states_key,
     tap_layers,
     target_logits,
@@ -214,11 +214,11 @@ def test_known_changes_of_logits_are_applied(target, dataset, tmp_path, name, va
 
 
 def test_the_digest_of_weights_sees_a_change_anywhere_it_samples(target):
-    before = sampled_sha256(target.model)
-    assert sampled_sha256(HFTarget(tiny_model().double()).model) == before
+    before = weights_sha256(target.model, DIGEST_SAMPLES)
+    assert weights_sha256(HFTarget(tiny_model().double()).model, DIGEST_SAMPLES) == before
     with torch.no_grad():
         target.layers[1].mlp.up_proj.weight[0, 0] += 1e-9
-    assert sampled_sha256(target.model) != before
+    assert weights_sha256(target.model, DIGEST_SAMPLES) != before
 
 
 def test_keys_stand_for_all_settings(target, dataset):
