@@ -23,7 +23,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -208,29 +207,13 @@ def engine_main(name: str, folder: Path, results: Path, names: list[str]) -> Non
         score_others(llm, results, names)
 
 
-def prepare(folder: Path) -> bool:
-    """Import vLLM and resolve the models' classes, once for all engines.
-
-    Returns:
-        Whether processes forked from this one can use the GPU: not if an import has already touched it.
-    """
+def prepare(folder: Path) -> None:
+    """Import vLLM and resolve the models' classes, once for all engines; nothing of it touches a GPU."""
     from vllm.engine.arg_utils import EngineArgs
 
     EngineArgs(**engine_options("ours-graph", folder)).create_engine_config()
     from vllm.v1.worker import gpu_worker  # noqa: F401 (for the processes to come)
     from vllm.v1.worker.gpu import model_runner  # noqa: F401
-
-    probe = multiprocessing.get_context("fork").Process(target=touch_gpu)
-    probe.start()
-    probe.join(60)
-    return probe.exitcode == 0
-
-
-def touch_gpu() -> None:
-    """End well if this process can use the GPU."""
-    import torch
-
-    torch.zeros(1, device="cuda")
 
 
 def forked_main(name: str, folder: Path, results: Path, names: list[str], log: Path) -> None:
@@ -249,19 +232,6 @@ def forked_main(name: str, folder: Path, results: Path, names: list[str], log: P
         os._exit(code)  # no tidying up: what the parent left here is not this process's
 
 
-def start(name: str, folder: Path, results: Path, names: list[str], log: Path, fork: bool):
-    """Start an engine's process."""
-    names = [n for n in names if n != "plain"]
-    if fork:
-        arguments = (name, folder, results, names, log)
-        process = multiprocessing.get_context("fork").Process(target=forked_main, args=arguments)
-        process.start()
-        return process
-    command = [sys.executable, __file__, "--engine", name, "--folder", str(folder), "--results", str(results)]
-    with log.open("w") as stream:
-        return subprocess.Popen([*command, "--only", ",".join(names)], stdout=stream, stderr=subprocess.STDOUT)
-
-
 def run_engines(waiting: list[tuple[str, str]], at_once: int, begin, checks: dict[str, GateCheck], logs: Path) -> None:
     """Run all engines, `at_once` of them at a time, and check what can be checked whenever one has ended."""
     since, running = time.monotonic(), {}
@@ -270,8 +240,7 @@ def run_engines(waiting: list[tuple[str, str]], at_once: int, begin, checks: dic
             running[waiting[0]] = begin(*waiting[0])
             del waiting[0]
         for (gate, name), process in list(running.items()):
-            code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
-            if code is not None:
+            if (code := process.exitcode) is not None:
                 del running[gate, name]
                 checks[gate].ended(name, code, time.monotonic() - since)
                 if code:
@@ -287,7 +256,7 @@ def log_of(logs: Path, gate: str, name: str) -> Path:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line; the last three options are this program's own."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gate", choices=("both", *ENGINES), default="both")
     parser.add_argument("--only", help="engines, or one gate's as GATE/ENGINE, separated by commas")
@@ -296,9 +265,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--at-once", type=int, default=8, help="most engines at a time; two more than gates at least")
     parser.add_argument("--out", type=Path, help="write laws and figures here; the engines' logs and texts beside it")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -324,15 +290,18 @@ def main(args: argparse.Namespace) -> int:
                 old.unlink()
             checks[gate] = GateCheck(gate, chosen[gate], results, journal)
             write_pair(Path(temporary) / gate, full_rank=gate == "full-rank")
-        fork = prepare(Path(temporary) / gates[0])
-        print(f"       ready, {'forking' if fork else 'starting'} the engines' processes", flush=True)
+        prepare(Path(temporary) / gates[0])
+        print("       ready, forking the engines' processes", flush=True)
         todo = [(gate, name) for gate in gates for name in chosen[gate]]
         numbers = {job: number for number, job in enumerate(todo)}
 
         def begin(gate: str, name: str):
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[numbers[gate, name] % len(gpus)]
-            log = log_of(logs, gate, name)
-            return start(name, Path(temporary) / gate, checks[gate].folder, chosen[gate], log, fork)
+            others = [other for other in chosen[gate] if other != "plain"]
+            arguments = (name, Path(temporary) / gate, checks[gate].folder, others, log_of(logs, gate, name))
+            process = multiprocessing.get_context("fork").Process(target=forked_main, args=arguments)
+            process.start()
+            return process
 
         run_engines(todo, args.at_once, begin, checks, logs)
     laws = [law for check in checks.values() for law in check.laws]
@@ -345,8 +314,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    arguments = parse_args()
-    if arguments.engine:
-        engine_main(arguments.engine, arguments.folder, arguments.results, [n for n in arguments.only.split(",") if n])
-    else:
-        sys.exit(main(arguments))
+    sys.exit(main(parse_args()))
