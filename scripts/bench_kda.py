@@ -47,7 +47,7 @@ def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: st
 
 
 VARIANTS = (
-    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x128x8x128 128x128x8x80 128x64x4x128 64x64x4x0 64x64x4x128")
+    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x64x4x128 128x128x8x80 64x64x4x128")
     | {
         f"commit-{tile}x{warps}x{registers}": [
             (commit_module, "TILE", (128, warps, registers)),
@@ -68,11 +68,6 @@ VARIANTS = (
     }
     | {
         "chunk-pairs": [(kda_chunk, "PAIRS", True)],
-        "chunk-pairs-128": [
-            (kda_chunk, "PAIRS", True),
-            (kda_chunk, "TILE", (128, 128, 8, 128)),
-            (kda_chunk, "SPREAD_TILE", (128, 128, 8, 128)),
-        ],
         "step-fold-inside": [(kda_problem, "FOLDS_APART", False)],
         "step-no-overlap": [(launch_module, "OVERLAP", 0)],
     }

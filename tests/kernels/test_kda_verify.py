@@ -65,6 +65,25 @@ def test_kernel_matches_reference_on_a_ragged_padded_batch_with_held_records(ver
         assert torch.equal(got.checkpoint[untouched], layer.checkpoint[untouched])
 
 
+@pytest.mark.parametrize("lower_bound", [BOUNDED, SOFTPLUS])
+@pytest.mark.parametrize("max_held", [0, 7], ids=["all-fold", "some-fold"])
+def test_key_channels_may_pass_in_parts(lower_bound, max_held, monkeypatch):
+    """Three parts, the last one not full; norms and couplings are sums over all of them."""
+    monkeypatch.setattr(kda_chunk, "PART", 16)
+    rows = ring(
+        [3, 0, -1, 2],
+        [9, 5, 9, 1],
+        held=[4, 7 if max_held else 9, 2, 0],
+        start=13,
+        fold=[True, not max_held, True, True],
+    )
+    rows = dataclasses.replace(rows, max_held=max_held)
+    layer = filled(random_layer(4, HEADS, 40, 20, capacity=18, dtype=torch.float32, lower_bound=lower_bound), rows)
+    tokens = random_tokens(4, 9, HEADS, 40, 20, dtype=torch.float32)
+    got, _ = compare(launch_kda_chunk, tokens, layer, rows)
+    assert torch.equal(got.checkpoint[2], layer.checkpoint[2])
+
+
 @KERNELS
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 16])
 def test_every_window_without_held_records(verify, num_tokens):
