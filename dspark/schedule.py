@@ -50,9 +50,9 @@ from dspark.sampling import Purpose, Streams
 # A pause in drafting is broken by one drafted step after this many plain ones, at first and at most, and each pause is
 # so many times the last. A drafted step that does not pay costs some two plain ones at worst: one in 64 is 1.5%.
 FIRST_PAUSE, LONGEST_PAUSE, LENGTHENING = 4, 64, 4
-# Share of the newest step in the running mean of confidences: an average over some seven steps, plain ones included, so
-# that a step that breaks a long pause is believed.
-NEWEST_SHARE = 0.15
+# The running mean of confidences is one over some 16 requests' steps. Steps without drafts count too, so that one that
+# breaks a pause is believed, but by no more than half if it is of few requests.
+MEAN_OVER, MOST_SHARE = 16, 0.5
 # Accepted against expected drafts, from earlier steps: drafts that count as seen with a ratio of 1 at first, share of
 # the past that is kept from step to step, and how far the ratio is believed.
 PRIOR_DRAFTS, KEPT_SHARE, LARGEST_RATIO = 4.0, 0.95, 3.0
@@ -202,8 +202,11 @@ class ThroughputSchedule(Schedule):
             self._expected = seen
         else:
             self._expected = self._expected.copy()  # the caller still decides by the old one
-            share = 1 - (1 - NEWEST_SHARE) ** max(self._steps_since, 1)
-            self._expected[: len(seen)] += share * (seen - self._expected[: len(seen)])
+            share = len(survival) / (len(survival) + MEAN_OVER)
+            since_then = 1 - (1 - share) ** max(self._steps_since, 1)
+            self._expected[: len(seen)] += max(share, min(since_then, MOST_SHARE)) * (
+                seen - self._expected[: len(seen)]
+            )
         self._steps_since = 0
 
 

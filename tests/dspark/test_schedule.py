@@ -131,7 +131,7 @@ def test_a_hopeless_drafter_is_paused_and_tried_again():
     pauses = [len(list(group)) for planned, group in itertools.groupby(drafted) if not planned]
     assert pauses[:3] == [FIRST_PAUSE, LENGTHENING * FIRST_PAUSE, LENGTHENING**2 * FIRST_PAUSE]
     assert max(pauses) == LONGEST_PAUSE
-    for _ in range(2 * LONGEST_PAUSE):  # the text turns easy
+    for _ in range(4 * LONGEST_PAUSE):  # the text turns easy
         if schedule.plan([2]):
             schedule(np.array([[0.99, 0.99]]), [2])
     assert all(schedule.plan([2]) == 2 for _ in range(50))
