@@ -10,8 +10,7 @@ Whiskers are 95% bootstrap intervals over requests, as everywhere in a report. S
 left out of the lines: their resamples hardly differ, and a narrow interval would look like certainty.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,12 @@ STYLE = {
 }
 FEWEST = 10
 MOST_COLUMNS = 4
+MARKERS = ("o-", "D--", "s-")
 WHISKER = {"capsize": 2.5, "elinewidth": 1.1, "markersize": 4.5, "linewidth": 1.3}
+MEAN = "mean of sets"
+
+Series = Mapping[str, Sequence[Estimate]]  # estimates along the x axis, by the label of their line or bars
+Panel = tuple[str, Series]  # with its title
 
 
 def plots_available() -> bool:
@@ -98,6 +102,31 @@ def _figure(rows: int, columns: int, width: float, height: float, **options: Any
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
+def _draw(
+    rows: Sequence[Sequence[Panel]], draw: Callable[[Any, Series], None], x_label: str, y_label: str, width: float
+) -> Any:
+    """A figure with a row of panels for each of `rows`, or several where one is long; one legend above all."""
+    rows = [row[i : i + MOST_COLUMNS] for row in rows for i in range(0, len(row), MOST_COLUMNS)]
+    figure, grid = _figure(len(rows), max(map(len, rows)), width, 2.7, sharey=True)
+    handles: dict[str, Any] = {}
+    for panels, row in zip(grid, rows, strict=True):
+        for axes in panels[len(row) :]:
+            axes.set_axis_off()
+        for axes, (title, series) in zip(panels, row, strict=False):
+            axes.set_title(title)
+            draw(axes, series)
+            found = axes.get_legend_handles_labels()
+            handles |= dict(zip(found[1], found[0], strict=True))
+    for axes in grid[-1]:
+        axes.set_xlabel(x_label)
+    figure.supylabel(y_label, fontsize=9)
+    if handles:
+        columns = int(figure.get_figwidth() / (0.5 + 0.07 * max(map(len, handles))))  # as many as fit
+        columns = max(1, min(len(handles), columns))
+        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns)
+    return figure
+
+
 def _whiskers(estimates: Sequence[Estimate]) -> tuple[np.ndarray, np.ndarray]:
     """Values [n], and [2, n] how far their intervals reach down and up; NaN where undefined."""
     table = np.array([[e.value, e.low, e.high] for e in estimates], dtype=np.float64).reshape(-1, 3)
@@ -106,183 +135,118 @@ def _whiskers(estimates: Sequence[Estimate]) -> tuple[np.ndarray, np.ndarray]:
     return value, np.maximum(np.nan_to_num(reach), 0.0)  # one request has no interval; an ECE's may miss its value
 
 
-def _shown(estimates: Sequence[Estimate], enough: Sequence[bool]) -> list[Estimate]:
-    return [estimate if ok else Estimate(None) for estimate, ok in zip(estimates, enough, strict=True)]
+def _lines(axes: Any, series: Series) -> None:
+    """A line for each series over draft positions from 1, beside each other so that whiskers do not hide."""
+    depth = max(map(len, series.values()), default=1)
+    for i, (label, estimates) in enumerate(series.items()):
+        x = np.arange(1, len(estimates) + 1) + 0.1 * (i - (len(series) - 1) / 2)
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        axes.errorbar(x, *_whiskers(estimates), color=colour, fmt=marker, label=label, **WHISKER)
+    axes.set_xticks(np.arange(1, depth + 1))
+    axes.set_xlim(0.5, depth + 0.5)
+    axes.set_ylim(0, 1.02)
 
 
-def _line(axes: Any, x: np.ndarray, estimates: Sequence[Estimate], colour: str, **options: Any) -> Any:
-    value, reach = _whiskers(estimates)
-    return axes.errorbar(x, value, reach, color=colour, **WHISKER, **options)
+def _bars(axes: Any, series: Series, written: str = "") -> None:
+    """A bar for each series at every tick, from 0; `written` is the form of a number above each, if any."""
+    width = 0.8 / max(len(series), 1)
+    for i, (label, estimates) in enumerate(series.items()):
+        value, reach = _whiskers(estimates)
+        x = np.arange(len(value)) + (i - (len(series) - 1) / 2) * width
+        axes.bar(x, value, width * 0.92, color=COLOURS[i % len(COLOURS)], label=label)
+        axes.errorbar(x, value, reach, fmt="none", ecolor="#333333", elinewidth=1.0, capsize=2)
+        for place, height, up in zip(x, value, reach[1], strict=True):
+            if written and not np.isnan(height):
+                top, text = (place, height + up), written.format(height)
+                axes.annotate(text, top, (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
+    axes.set_xticks(np.arange(max(map(len, series.values()), default=0)))
+    axes.grid(visible=False, axis="x")
 
 
-def _panels(count: int, num_groups: int = 1) -> tuple[Any, list[list[Any]]]:
-    """A figure with `num_groups` groups of `count` panels, each group in rows of at most `MOST_COLUMNS`."""
-    columns = min(count, MOST_COLUMNS)
-    rows = math.ceil(count / columns)
-    width, height = (2.9, 2.5) if count > 1 else (5.0, 2.7)
-    figure, grid = _figure(rows * num_groups, columns, width, height, sharey=True)
-    groups = [part.ravel().tolist() for part in np.split(grid, num_groups)]
-    for group in groups:
-        for unused in group[count:]:
-            unused.set_axis_off()
-    return figure, [group[:count] for group in groups]
-
-
-def _legend(figure: Any, panels: Iterable[Any]) -> None:
-    """One legend above all panels, in as many columns as fit."""
-    handles: dict[str, Any] = {}
-    for axes in panels:
-        found = axes.get_legend_handles_labels()
-        handles |= dict(zip(found[1], found[0], strict=True))
-    if handles:
-        inches = 0.5 + 0.07 * max(map(len, handles))
-        columns = max(1, min(len(handles), int(figure.get_figwidth() / inches)))
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns)
-
-
-def _grid_of_cells(runs: Sequence[Run], draw: Callable[[Any, str, float], None]) -> Any:
-    """Panels by draft position: a group per temperature, a panel per data set; one legend above.
-
-    A single data set has its temperatures side by side.
-    """
+def _by_position(runs: Sequence[Run], series: Callable[[str, float], Series], y_label: str) -> Any:
+    """Panels by draft position: a row per temperature, a panel per data set; of a single data set all in one row."""
     cells = list(dict.fromkeys(cell for run in runs for cell in run.cells))
     datasets, temperatures = list(dict.fromkeys(d for d, _ in cells)), sorted({t for _, t in cells})
     groups = [[(dataset, t) for dataset in datasets] for t in temperatures]
     if len(datasets) == 1:
         groups = [[cell for group in groups for cell in group]]
-    figure, panels = _panels(len(groups[0]), len(groups))
-    for row, group in zip(panels, groups, strict=True):
-        for axes, (dataset, temperature) in zip(row, group, strict=True):
-            axes.set_title(f"{dataset}, temperature {temperature:g}")
-            draw(axes, dataset, temperature)
-    for axes in panels[-1]:
-        axes.set_xlabel("draft position")
-    _legend(figure, (axes for row in panels for axes in row))
-    return figure
+    rows = [[(f"{dataset}, temperature {t:g}", series(dataset, t)) for dataset, t in group] for group in groups]
+    return _draw(rows, _lines, "draft position", y_label, 2.9 if len(cells) > 1 else 5.0)
 
 
 def _row(run: Run, dataset: str, temperature: float) -> ResultRow | None:
     return next((row for row in run.rows if (row.dataset, row.temperature) == (dataset, temperature)), None)
 
 
-def _position_axis(axes: Any, depth: int) -> np.ndarray:
-    axes.set_xticks(np.arange(1, depth + 1))
-    axes.set_xlim(0.5, depth + 0.5)
-    axes.set_ylim(0, 1.02)
-    return np.arange(1, depth + 1, dtype=np.float64)
+def _where_reached(row: ResultRow, name: str) -> list[Estimate]:
+    """A figure of each position, undefined where few steps reached it."""
+    positions = row.acceptance.positions
+    return [getattr(rates, name) if rates.num_reached >= FEWEST else Estimate(None) for rates in positions]
 
 
 def _acceptance(run: Run) -> Any:
-    def draw(axes: Any, dataset: str, temperature: float) -> None:
+    def series(dataset: str, temperature: float) -> Series:
         row = _row(run, dataset, temperature)
         if row is None or not row.acceptance.positions:
-            return
-        positions = row.acceptance.positions
-        x = _position_axis(axes, len(positions))
-        reached = [r.num_reached >= FEWEST for r in positions]
-        conditional, expected = ([getattr(r, name) for r in positions] for name in ("conditional", "expected"))
-        _line(axes, x, _shown(conditional, reached), COLOURS[0], fmt="o-", label="conditional")
-        if any(estimate.value is not None for estimate in expected):  # a server does not report it
-            shown = _shown(expected, reached)
-            _line(axes, x + 0.16, shown, COLOURS[1], fmt="D", mfc="white", label="expected, 1 − TV")
-        unconditional = [r.unconditional for r in positions]
-        _line(axes, x, unconditional, COLOURS[2], fmt="s-", label="unconditional")
+            return {}
+        found = {
+            "conditional": _where_reached(row, "conditional"),
+            "expected, 1 − TV": _where_reached(row, "expected"),
+            "unconditional": [rates.unconditional for rates in row.acceptance.positions],
+        }
+        # A server does not report what it expects.
+        return {name: e for name, e in found.items() if any(estimate.value is not None for estimate in e)}
 
-    figure = _grid_of_cells([run], draw)
-    figure.supylabel("share accepted", fontsize=9)
-    return figure
+    return _by_position([run], series, "share accepted")
 
 
 def _runs(runs: Sequence[Run]) -> Any:
-    def draw(axes: Any, dataset: str, temperature: float) -> None:
-        rows = [_row(run, dataset, temperature) for run in runs]
-        depth = max((len(row.acceptance.positions) for row in rows if row is not None), default=0)
-        x = _position_axis(axes, max(depth, 1))
-        for i, (run, row) in enumerate(zip(runs, rows, strict=True)):
-            if row is not None and row.acceptance.positions:
-                reached = [r.num_reached >= FEWEST for r in row.acceptance.positions]
-                estimates = _shown([r.conditional for r in row.acceptance.positions], reached)
-                shift = (i - (len(runs) - 1) / 2) * 0.12
-                colour = COLOURS[i % len(COLOURS)]
-                _line(axes, x[: len(estimates)] + shift, estimates, colour, fmt="o-", label=run.name)
+    def series(dataset: str, temperature: float) -> Series:
+        rows = {run.name: _row(run, dataset, temperature) for run in runs}
+        return {name: _where_reached(row, "conditional") for name, row in rows.items() if row is not None}
 
-    figure = _grid_of_cells(runs, draw)
-    figure.supylabel("share accepted of those reached", fontsize=9)
-    return figure
+    return _by_position(runs, series, "share accepted of those reached")
 
 
 def _accepted_length(run: Run) -> Any:
-    datasets = list(dict.fromkeys(dataset for dataset, _ in run.cells))
-    figure, (panels,) = _panels(len(datasets))
-    for axes, dataset in zip(panels, datasets, strict=True):
+    panels = []
+    for dataset in dict.fromkeys(dataset for dataset, _ in run.cells):
         rows = [row for row in run.rows if row.dataset == dataset and row.acceptance.accepted_shares]
-        depth = max((len(row.acceptance.positions) for row in rows), default=0)
-        for i, (row, x, width) in enumerate(_bar_places(rows, np.arange(depth + 1))):
-            value, reach = _whiskers(row.acceptance.accepted_shares)
-            n = len(value)
-            label = f"temperature {row.temperature:g}"
-            _bars(axes, x[:n], value, reach, width, COLOURS[i % len(COLOURS)], label)
-        axes.set_title(dataset)
-        axes.set_xticks(np.arange(depth + 1))
-        axes.set_xlabel("drafts accepted in a step")
-        axes.grid(visible=False, axis="x")
-    figure.supylabel("share of steps", fontsize=9)
-    _legend(figure, panels)
-    return figure
+        panels.append((dataset, {f"temperature {r.temperature:g}": r.acceptance.accepted_shares for r in rows}))
+    width = 2.9 if len(panels) > 1 else 5.0
+    return _draw([panels], _bars, "drafts accepted in a step", "share of steps", width)
 
 
 def _tokens_per_step(runs: Sequence[Run]) -> Any:
     """A panel per temperature with a bar per run; with one run a single panel with a bar per temperature."""
     temperatures = sorted({temperature for run in runs for _, temperature in run.cells})
     datasets = list(dict.fromkeys(dataset for run in runs for dataset, _ in run.cells))
-    ticks = [*datasets, "mean of sets"] if len(datasets) > 1 else datasets
-    if len(runs) == 1:
-        panels = {"": [(f"temperature {t:g}", runs[0], t) for t in temperatures]}
-    else:
-        panels = {f"temperature {t:g}": [(run.name, run, t) for run in runs] for t in temperatures}
-    num_bars = max(len(series) for series in panels.values()) * len(ticks)
-    figure, axes_list = _figure(1, len(panels), min(max(3.2, 0.55 * num_bars), 9.0), 2.9, sharey=True)
-    for axes, (title, series) in zip(axes_list[0], panels.items(), strict=True):
-        for i, ((label, run, temperature), x, width) in enumerate(_bar_places(series, np.arange(len(ticks)))):
-            value, reach = _whiskers([_tokens(run, dataset, temperature) for dataset in ticks])
-            _bars(axes, x, value, reach, width, COLOURS[i % len(COLOURS)], label)
-            for place, height, up in zip(x, value, reach[1], strict=True):
-                if not np.isnan(height):
-                    axes.annotate(
-                        f"{height:.2f}", (place, height + up), (0, 2), textcoords="offset points", ha="center",
-                        fontsize=7.5,
-                    )  # fmt: skip
-        axes.set_title(title)
+    ticks = [*datasets, MEAN] if len(datasets) > 1 else datasets
+
+    def tokens(run: Run, temperature: float) -> list[Estimate]:
+        return [_tokens(run, dataset, temperature) for dataset in ticks]
+
+    def draw(axes: Any, series: Series) -> None:
+        _bars(axes, series, "{:.2f}")
         axes.set_xticks(np.arange(len(ticks)), ticks)
         if len(ticks) == 1:  # a single bar would fill the panel
             axes.set_xlim(-1, 1)
-        axes.grid(visible=False, axis="x")
         axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")  # plain decoding
-    axes_list[0][0].set_ylabel("tokens per step")
-    _legend(figure, axes_list[0])
-    return figure
+
+    if len(runs) == 1:
+        panels: list[Panel] = [("", {f"temperature {t:g}": tokens(runs[0], t) for t in temperatures})]
+    else:
+        panels = [(f"temperature {t:g}", {run.name: tokens(run, t) for run in runs}) for t in temperatures]
+    num_bars = max(len(series) for _, series in panels) * len(ticks)
+    return _draw([panels], draw, "", "tokens per step", min(max(3.2, 0.55 * num_bars), 9.0))
 
 
 def _tokens(run: Run, dataset: str, temperature: float) -> Estimate:
     row = _row(run, dataset, temperature)
     if row is not None:
         return row.acceptance.tokens_per_step
-    macro = [mean for mean in run.macro_rows if mean.temperature == temperature] if dataset == "mean of sets" else []
+    macro = [mean for mean in run.macro_rows if mean.temperature == temperature] if dataset == MEAN else []
     return macro[0].tokens_per_step if macro else Estimate(None)
-
-
-def _bar_places(series: Sequence[Any], ticks: np.ndarray) -> Iterable[tuple[Any, np.ndarray, float]]:
-    """Each of a group's series with the places of its bars beside each tick, and their width."""
-    width = 0.8 / max(len(series), 1)
-    for i, one in enumerate(series):
-        yield one, ticks + (i - (len(series) - 1) / 2) * width, width
-
-
-def _bars(
-    axes: Any, x: np.ndarray, value: np.ndarray, reach: np.ndarray, width: float, colour: str, label: str
-) -> None:
-    axes.bar(x, value, width * 0.92, color=colour, label=label)
-    axes.errorbar(x, value, reach, fmt="none", ecolor="#333333", elinewidth=1.0, capsize=2)
 
 
 def _reliability(run: Run) -> Any:
@@ -302,7 +266,7 @@ def _reliability(run: Run) -> Any:
             bins = [b for b in calibration.bins if b.num_positions >= FEWEST]
             x = np.array([b.mean_survival for b in bins])
             label = f"{row.dataset}, ECE {calibration.ece.value:.3f}"
-            _line(axes, x, [b.accepted for b in bins], colour, fmt="o-", label=label)
+            axes.errorbar(x, *_whiskers([b.accepted for b in bins]), color=colour, fmt="o-", label=label, **WHISKER)
             edges = np.array([b.low for b in calibration.bins])
             shares = np.array([b.num_positions for b in calibration.bins]) / calibration.num_positions
             width = 0.1 * 0.9 / len(here)
