@@ -3,6 +3,7 @@
     python3 scripts/bench_vllm_gpu.py --export-target /tmp/smollm2             # once: the default target as a folder
     python3 scripts/bench_vllm_gpu.py --target /tmp/smollm2 --out runs.jsonl   # the whole matrix
     ... --modes plain,stock,ours --concurrency 1,16 --temperature 0 --repeats 3
+    ... --group plain,stock,ours/0,1/1,16,64/3 --group ours,ours@4,ours-adaptive/1/256/2   # not all modes everywhere
 
 One engine for each mode, with CUDA graphs, each in a process of its own; all stay up, and only one is asked at a time,
 so that the modes take turns: for every concurrency and temperature, repeat by repeat, the modes one after the other.
@@ -10,15 +11,17 @@ An engine gets as many requests at once as the concurrency says, and when all ha
 least (the first run of each warms up, with fewer). Prefill, the scheduler and the answer's way back are in the time;
 the text is not (token ids are compared). Sampled requests have other seeds in every repeat, the same in all modes.
 
-Modes: plain; stock (vLLM's DSpark, plug-in off), stock-topk, stock-adaptive; ours, ours-topk, ours-fp8 (W2 in 8
-bits), ours-adaptive (adaptive verification by the confidence head). MODE@K drafts K tokens whatever --num-draft-tokens
-says: `ours@2,ours@4,ours@8,ours-adaptive` sets scheduling against fixed lengths, and the table is followed by adaptive
-rates over the best fixed one of the same repeat.
+Modes: plain; stock (vLLM's DSpark, plug-in off), stock-wide (the same with the sizes of CUDA graphs that the plug-in
+would choose), stock-topk, stock-adaptive; ours, ours-topk, ours-fp8 (W2 in 8 bits), ours-adaptive (adaptive
+verification by the confidence head). MODE@K drafts K tokens whatever --num-draft-tokens says:
+`ours@2,ours@4,ours@8,ours-adaptive` sets scheduling against fixed lengths, and the table is followed by adaptive rates
+over the best fixed one of the same repeat. An engine that ends is left out, and the exit status is 1.
 Every run is appended to --out as one line of JSON, and is not repeated when the program is started again. Tokens per
 step are vLLM's counters, 1 + accepted / steps over the run, and the time of a step is that of the run over its steps,
 so that speed and luck in acceptance can be told apart. At temperature 0 outputs are compared with the plain ones;
 two runs of one model may differ where two tokens are nearly equal, in bfloat16 above all, so the table says how many
-requests are equal and where the others first differ.
+requests are equal and where the others first differ. FlashInfer's autotuning, of kernels that these models do not use,
+is off in all modes.
 """
 
 import argparse
@@ -26,15 +29,19 @@ import itertools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-MODES = ("plain", "stock", "stock-topk", "stock-adaptive", "ours", "ours-topk", "ours-fp8", "ours-adaptive")
+from vllm_tables import done_equal, gains, key_of, table
+
+MODES = (
+    *("plain", "stock", "stock-wide", "stock-topk", "stock-adaptive"),
+    *("ours", "ours-topk", "ours-fp8", "ours-adaptive"),
+)
 DEFAULT_MODES = "plain,stock,ours,ours-topk"
 MIN_REQUESTS = 12
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
@@ -65,25 +72,42 @@ def serve_commands(args: argparse.Namespace) -> None:
     os.dup2(2, 1)  # vLLM prints to stdout; the log gets it
     from vllm import LLM, SamplingParams
 
-    fp8 = args.mode.startswith("ours-fp8")
-    options: dict[str, Any] = {"additional_config": {"dspark": {"w2": "fp8"}}} if fp8 else {}
+    speculative = speculative_config(args)
+    options: dict[str, Any] = {}
+    if args.mode.startswith("ours-fp8"):
+        options["additional_config"] = {"dspark": {"w2": "fp8"}}
+    if args.mode.startswith("stock-wide"):
+        assert speculative is not None
+        width = speculative["num_speculative_tokens"] + 1
+        options["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(width, args.most_requests)}
     llm = LLM(
         model=args.target,
         dtype=args.dtype,
         max_model_len=args.max_model_len,
-        max_num_seqs=max(args.concurrency),
+        max_num_seqs=args.most_requests,
         kv_cache_memory_bytes=args.kv_cache_gib * 2**30,
         gpu_memory_utilization=0.08,  # only looked at when an engine starts beside others
         enable_prefix_caching=False,  # the same prompts come again and again
         disable_log_stats=False,
         seed=0,
-        speculative_config=speculative_config(args),
+        speculative_config=speculative,
+        kernel_config={"enable_flashinfer_autotune": False},
         **options,
     )
     prompts = [{"prompt_token_ids": ids} for ids in read_prompts(args)]
     answers.write(json.dumps({"ready": args.mode}) + "\n")
     for line in sys.stdin:
         answers.write(json.dumps(run_once(llm, SamplingParams, prompts, json.loads(line), args.max_tokens)) + "\n")
+
+
+def graph_sizes(width: int, max_num_seqs: int) -> list[int]:
+    """Tokens of the CUDA graphs of a step with `width` tokens a request: vLLM's own choice, up to 512, and beyond it
+    those that the plug-in adds."""
+    from dspark.vllm.patches import wider_graph_sizes
+
+    tokens = {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)}
+    tokens |= {count * width for count in (1, 2, 4, *range(8, max_num_seqs + 1, 8)) if count * width <= 512}
+    return sorted(tokens | set(wider_graph_sizes(max(tokens), width, max_num_seqs, 16384)))
 
 
 def run_once(llm: Any, params_class: Any, prompts: list[Any], job: dict[str, Any], max_tokens: int) -> dict[str, Any]:
@@ -136,11 +160,15 @@ def read_prompts(args: argparse.Namespace) -> list[list[int]]:
     return [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in rendered]
 
 
+class EngineEnded(Exception):
+    """A mode's process is gone; the text is the end of its log."""
+
+
 class Engine:
     """A mode's process."""
 
     def __init__(self, mode: str, args: argparse.Namespace) -> None:
-        self.mode = mode
+        self.mode, self.is_ready = mode, False
         environment = os.environ | {"VLLM_PLUGINS": "dspark" if mode.startswith("ours") else ""}
         command = [sys.executable, __file__, "--engine", mode, *args.passed_on]
         self.log = Path(args.logs) / f"{mode}.log"
@@ -155,9 +183,11 @@ class Engine:
         )
 
     def wait_until_ready(self) -> None:
-        """Until the engine answers (SystemExit with the end of its log otherwise)."""
+        """Until the engine answers (EngineEnded otherwise)."""
         if "ready" not in self.read():
             self.fail()
+
+        self.is_ready = True
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """One run."""
@@ -175,7 +205,7 @@ class Engine:
 
     def fail(self) -> None:
         tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-60:])
-        raise SystemExit(f"the engine of mode {self.mode} ended; the end of {self.log}:\n{tail}")
+        raise EngineEnded(f"the engine of mode {self.mode} ended; the end of {self.log}:\n{tail}")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -186,40 +216,80 @@ class Engine:
             self.process.kill()
 
 
-def jobs_of(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(mode, job) of the matrix in the order of running; repeat 0 warms up and is not counted."""
-    for temperature in args.temperature:
-        for concurrency in args.concurrency:
-            for repeat in range(args.repeats + 1):
-                for mode in args.modes:
-                    yield mode, {"concurrency": concurrency, "temperature": temperature, "repeat": repeat}
+class Group(NamedTuple):
+    """A part of the matrix, in the order of running; repeat 0 of each cell warms up and is not counted."""
+
+    modes: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    concurrency: tuple[int, ...]
+    repeats: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Group":
+        """MODES/TEMPERATURES/CONCURRENCY/REPEATS, commas within (ValueError: it is not)."""
+        modes, temperatures, concurrency, repeats = text.split("/")
+        unknown = [mode for mode in modes.split(",") if not re.fullmatch(rf"({'|'.join(MODES)})(@[1-9]\d*)?", mode)]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: expected some of {', '.join(MODES)}, or one with @K behind it")
+        numbers = tuple(map(float, temperatures.split(","))), tuple(map(int, concurrency.split(",")))
+        return cls(tuple(modes.split(",")), *numbers, int(repeats))
+
+    def jobs(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(mode, job), modes taking turns."""
+        for temperature, concurrency in itertools.product(self.temperatures, self.concurrency):
+            for repeat, mode in itertools.product(range(self.repeats + 1), self.modes):
+                yield mode, {"concurrency": concurrency, "temperature": temperature, "repeat": repeat}
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run what is not in the file yet; all runs."""
+def start_engines(modes: Sequence[str], args: argparse.Namespace) -> dict[str, Engine]:
+    """Those that came up."""
+    engines = {}
+    for mode in modes:
+        engines[mode] = Engine(mode, args)
+        if args.start == "serial":
+            engines = up(engines)
+    return up(engines)
+
+
+def up(engines: dict[str, Engine]) -> dict[str, Engine]:
+    """Wait for engines; without those that ended, of which it is said."""
+    ready = {}
+    for mode, engine in engines.items():
+        try:
+            if not engine.is_ready:
+                engine.wait_until_ready()
+            ready[mode] = engine
+        except EngineEnded as error:
+            print(error, file=sys.stderr)
+    return ready
+
+
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Run what is not in the file yet; all runs, and whether all that was asked for is there."""
     out = Path(args.out)
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     known = {key_of(run) for run in done}
-    todo = [(mode, job) for mode, job in jobs_of(args) if key_of({"mode": mode} | job) not in known]
+    jobs = [job for group in args.groups for job in group.jobs()]
+    todo = [(mode, job) for mode, job in jobs if key_of({"mode": mode} | job) not in known]
     engines: dict[str, Engine] = {}
+    complete = True
     try:
-        for mode in dict.fromkeys(mode for mode, _ in todo):
-            engines[mode] = Engine(mode, args)
-            if args.start == "serial":
-                engines[mode].wait_until_ready()
-        if args.start == "parallel":
-            for engine in engines.values():
-                engine.wait_until_ready()
+        engines = start_engines(list(dict.fromkeys(mode for mode, _ in todo)), args)
         print(f"engines ready: {', '.join(engines)}", file=sys.stderr, flush=True)
         while args.wait_for and not args.wait_for.exists():
             time.sleep(0.5)
+        started = time.perf_counter()
         for mode, job in todo:
-            result = engines[mode].run(job)
-            count = sum(map(len, result["tokens"]))
-            run = {"mode": mode} | job | {"rate": count / result["seconds"], "count": count} | result
-            run["tokens_per_step"] = 1 + run["accepted"] / run["steps"] if run["steps"] else 1.0
-            engine_steps = (run["steps"] or count) / run["concurrency"]
-            run["ms_a_step"] = 1e3 * run["seconds"] / engine_steps
+            late = args.seconds is not None and time.perf_counter() - started > args.seconds
+            if late or mode not in engines:
+                complete = False
+                continue
+            try:
+                run = figures({"mode": mode} | job, engines[mode].run(job))
+            except EngineEnded as error:
+                print(error, file=sys.stderr)
+                del engines[mode]
+                continue
             if run["temperature"] or not run["repeat"] or done_equal(done, run):
                 run["tokens"] = None
             done.append(run)
@@ -229,89 +299,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     finally:
         for engine in engines.values():
             engine.close()
-    return done
+    return done, complete
 
 
-def done_equal(done: Sequence[dict[str, Any]], run: dict[str, Any]) -> bool:
-    """Whether an earlier repeat gave the same tokens; they are then not written again.
-
-    Sampled ones never are: every repeat has seeds of its own, so that acceptance is averaged over more texts.
-    """
-    return any(key_of(other)[:3] == key_of(run)[:3] and other["tokens"] == run["tokens"] for other in done)
-
-
-def tokens_of(runs: Sequence[dict[str, Any]], run: dict[str, Any]) -> list[list[int]] | None:
-    """The run's tokens, which stand in the first repeat that gave them; None of sampled and of warming runs."""
-    return next((other["tokens"] for other in runs if key_of(other)[:3] == key_of(run)[:3] and other["tokens"]), None)
-
-
-def key_of(run: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes a run of the matrix one of a kind."""
-    return run["mode"], run["concurrency"], run["temperature"], run["repeat"]
-
-
-def first_differences(tokens: Sequence[list[int]], reference: Sequence[list[int]]) -> list[int]:
-    """Position of the first difference of every request that differs."""
-    places = []
-    for ours, theirs in zip(tokens, reference, strict=True):
-        if ours != theirs:
-            places.append(next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if len(set(pair)) > 1))
-    return places
-
-
-def table(runs: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
-    """Markdown: a row for each temperature, concurrency and mode."""
-    lines = [
-        "| T | concurrency | mode | tokens/s, median (lowest to highest) | vs plain | tokens a step | ms a step "
-        "| equal to plain |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for temperature in args.temperature:
-        for concurrency in args.concurrency:
-            plain_rate, plain_tokens = None, None
-            for mode in args.modes:
-                chosen = [r for r in runs if key_of(r)[:3] == (mode, concurrency, temperature) and r["repeat"]]
-                if not chosen:
-                    continue
-                rates = [run["rate"] for run in chosen]
-                rate, tokens = statistics.median(rates), tokens_of(runs, chosen[0])
-                if mode == "plain":
-                    plain_rate, plain_tokens = rate, tokens
-                equal = ""
-                if temperature == 0 and mode != "plain" and plain_tokens and tokens:
-                    places = first_differences(tokens, plain_tokens)
-                    equal = f"{len(tokens) - len(places)} of {len(tokens)}"
-                    equal += f", first differences at {sorted(places)[:4]}" if places else ""
-                ratio = f"{rate / plain_rate:.2f}" if plain_rate else ""
-                steps = statistics.mean(run["tokens_per_step"] for run in chosen)
-                lines.append(
-                    f"| {temperature:g} | {concurrency} | {mode} | {rate:.0f} ({min(rates):.0f} to {max(rates):.0f}) |"
-                    f" {ratio} | {steps:.2f} | {statistics.median(r['ms_a_step'] for r in chosen):.2f} | {equal} |"
-                )
-    return "\n".join(lines)
-
-
-def gains(runs: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
-    """A line for each temperature, concurrency and adaptive mode: its rate over that of the best fixed mode.
-
-    The best is the one whose median rate is highest; ratios are taken within a repeat, since machines drift.
-    """
-    lines = []
-    for temperature, concurrency in itertools.product(args.temperature, args.concurrency):
-        here = [r for r in runs if key_of(r)[1:3] == (concurrency, temperature) and r["repeat"]]
-        rates = {mode: {r["repeat"]: r["rate"] for r in here if r["mode"] == mode} for mode in args.modes}
-        fixed = [mode for mode in args.modes if "-adaptive" not in mode and rates[mode]]
-        best = max(fixed, key=lambda mode: statistics.median(rates[mode].values()), default=None)
-        for mode in args.modes:
-            if best is None or "-adaptive" not in mode:
-                continue
-            ratios = [rate / rates[best][repeat] for repeat, rate in rates[mode].items() if repeat in rates[best]]
-            if ratios:
-                lines.append(
-                    f"T={temperature:g}, concurrency {concurrency}: {mode} over the best fixed ({best})"
-                    f" {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-                )
-    return "\n".join(lines)
+def figures(job: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """A run with its rate, tokens per step and time of a step."""
+    count, steps, seconds = sum(map(len, result["tokens"])), result["steps"], result["seconds"]
+    return job | {
+        "rate": count / seconds,
+        "count": count,
+        **result,
+        "tokens_per_step": 1 + result["accepted"] / steps if steps else 1.0,
+        "ms_a_step": 1e3 * seconds * job["concurrency"] / (steps or count),
+    }
 
 
 def export_target(folder: Path) -> None:
@@ -338,6 +338,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", default="1,4,16,64")
     parser.add_argument("--temperature", default="0,1")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--group",
+        action="append",
+        metavar="MODES/T/CONCURRENCY/REPEATS",
+        help="a part of the matrix; repeatable, in the order of running, in place of the four flags above",
+    )
+    parser.add_argument("--seconds", type=float, help="start no run later than this after the engines are up")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--num-draft-tokens", type=int, default=8)
@@ -352,14 +359,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engine", dest="mode", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.passed_on = list(argv)
-    args.modes = args.modes.split(",")
-    args.concurrency = [int(each) for each in args.concurrency.split(",")]
-    args.temperature = [float(each) for each in args.temperature.split(",")]
+    whole = "/".join((args.modes, args.temperature, args.concurrency, str(args.repeats)))
+    try:
+        args.groups = [Group.parse(text) for text in args.group or [whole]]
+    except ValueError as error:
+        parser.error(f"--modes or --group: {error}")
+    args.most_requests = max(max(group.concurrency) for group in args.groups)
     if args.export_target is None and args.target is None:
         parser.error("--target is missing (or --export-target, to write one)")
-    unknown = [mode for mode in args.modes if not re.fullmatch(rf"({'|'.join(MODES)})(@[1-9]\d*)?", mode)]
-    if unknown:
-        parser.error(f"--modes {', '.join(unknown)}: expected some of {', '.join(MODES)}, or one with @K behind it")
     if args.drafter is None:
         from dspark.default import default_drafter_path
 
@@ -367,7 +374,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main() -> int:
     """Export, serve one mode (as a child), or measure and print the table."""
     args = parse_args(sys.argv[1:])
     if args.export_target is not None:
@@ -376,11 +383,13 @@ def main() -> None:
         serve_commands(args)
     else:
         started = time.perf_counter()
-        runs = measure(args)
-        print(table(runs, args))
-        print(gains(runs, args))
+        runs, complete = measure(args)
+        print(table(runs))
+        print(gains(runs))
         print(f"{time.perf_counter() - started:.0f} s in all", file=sys.stderr)
+        return 0 if complete else 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
