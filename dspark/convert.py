@@ -208,8 +208,7 @@ def _read_back(
         raise refusal(
             f"read back, the {to} checkpoint is another drafter: {', '.join(changes) or written.family}",
             "the same record",
-            "It would draft otherwise.",
-            f"This drafter cannot be written as {to}.",
+            f"It would draft otherwise. This drafter cannot be written as {to}.",
         )
     for name, tensor in read_tensors(stored.sources, torch.device("cpu")):
         assert tensor.dtype == tensors[name].dtype, name

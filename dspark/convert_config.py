@@ -120,8 +120,7 @@ def _check_speculators_vocabulary(config: DrafterConfig) -> None:
         raise refusal(
             f"draft_vocab_size={config.draft_vocab_size} above vocab_size={config.vocab_size}",
             "at most as many",
-            "speculators would look for a table between the two.",
-            "Cut the padding rows of lm_head and markov_w2 off.",
+            "speculators would look for a table between the two. Cut the padding rows of lm_head and markov_w2 off.",
         )
 
 
@@ -177,8 +176,7 @@ def _one_window(layers: Sequence[LayerConfig]) -> None:
         raise refusal(
             f"layers with windows {', '.join(map(str, windows))}",
             "one sliding_window",
-            "Some layers would see more or less context than in training.",
-            "Neither packaging can say this.",
+            "Some layers would see more or less context than in training. Neither packaging can say this.",
         )
 
 
@@ -211,6 +209,5 @@ def _mixed(layers: Sequence[LayerConfig], expected: str) -> CheckpointError:
     return refusal(
         f"layers {shown}",
         expected,
-        "Block rows would see other rows than in training.",
-        "Keep the drafter in its own packaging.",
+        "Block rows would see other rows than in training. Keep the drafter in its own packaging.",
     )

@@ -54,16 +54,14 @@ def _layer_types(fields: Fields, num_layers: int) -> list[str]:
         raise refusal(
             f"{found.key} has {len(kinds) if isinstance(kinds, list) else kinds!r} entries",
             f"one for each of the {num_layers} layers",
-            NO_WINDOW,
-            "Correct layer_types or num_hidden_layers.",
+            f"{NO_WINDOW} Correct layer_types or num_hidden_layers.",
         )
     unknown = sorted({str(kind) for kind in kinds} - set(KINDS))
     if unknown:
         raise refusal(
             f"{found.key} contains {', '.join(unknown)}",
             " or ".join(KINDS),
-            "The layer would be run as another kind of layer.",
-            "Other layer types are not supported.",
+            "The layer would be run as another kind of layer. Other layer types are not supported.",
         )
     return kinds
 

@@ -54,15 +54,13 @@ def read_dimensions(fields: Fields) -> dict[str, int]:
         raise refusal(
             f"num_attention_heads={heads} with num_key_value_heads={kv_heads}",
             "a multiple",
-            "Query heads could not be assigned to key/value heads.",
-            "Correct them in config.json.",
+            "Query heads could not be assigned to key/value heads. Correct them in config.json.",
         )
     if head_dim % 2:
         raise refusal(
             f"head_dim={head_dim}",
             "an even number",
-            "Rotary embedding pairs the two halves of a head.",
-            "Correct head_dim in config.json.",
+            "Rotary embedding pairs the two halves of a head. Correct head_dim in config.json.",
         )
     activation = fields.find("hidden_act")
     if activation is not None and activation.value != "silu":
@@ -136,8 +134,7 @@ def read_rope(raw: Mapping[str, Any], findings: Findings) -> RopeConfig:
         raise refusal(
             f"rope_type={kind!r} with partial_rotary_factor={partial}",
             "a factor of 1",
-            "No trainer can have run this: the tables do not fit the heads.",
-            "Check where this config comes from.",
+            "No trainer can have run this: the tables do not fit the heads. Check where this config comes from.",
         )
     return RopeConfig(theta, kind, _scaling(kind, parameters))
 
@@ -152,8 +149,7 @@ def _rope_section(raw: Mapping[str, Any], findings: Findings) -> Mapping[str, An
             raise refusal(
                 f"rope_parameters has entries {sorted(by_layer)}",
                 "sliding_attention or full_attention",
-                "It would be unclear which of them the drafter was trained with.",
-                "Correct config.json.",
+                "It would be unclear which of them the drafter was trained with. Correct config.json.",
             )
         findings.note(f"rope_parameters.{chosen} is used for every layer, as in the trainer")
         nested = by_layer[chosen]
@@ -164,8 +160,7 @@ def _rope_section(raw: Mapping[str, Any], findings: Findings) -> Mapping[str, An
         raise refusal(
             f"rope_parameters says rope_type={kinds[0]!r}, rope_scaling says {kinds[1]!r}",
             "one of them",
-            "Positions would be rotated by other frequencies than in training.",
-            "Remove the wrong one.",
+            "Positions would be rotated by other frequencies than in training. Remove the wrong one.",
         )
     return nested
 
@@ -192,8 +187,7 @@ def _scaling(kind: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         raise refusal(
             f"rope_type={kind!r} with parameters {scaling}",
             f"{', '.join(ROPE_TYPES[kind])}" + (f" and no {', '.join(unknown)}" if unknown else ""),
-            "Positions would be rotated by other frequencies than in training.",
-            "Correct the rope section.",
+            "Positions would be rotated by other frequencies than in training. Correct the rope section.",
         )
     for key in ROPE_TYPES[kind]:
         positive_number(Found(key, scaling[key]), "Frequencies would be undefined.")

@@ -67,8 +67,7 @@ def read_layout(fields: Fields, drafter: Mapping[str, Any], chosen: Layout | Non
             raise refusal(
                 f"{source} means {NAMES[value]} but {other} means {NAMES[differing]}: they are inconsistent",
                 "sources that agree",
-                ONE_PERCENT,
-                CHOOSE,
+                f"{ONE_PERCENT} {CHOOSE}",
             )
     if stated:
         findings.note(f"layout: {NAMES[stated[0][1]]}, from {stated[0][0]}")
@@ -131,8 +130,7 @@ def check_block(block_size: int, anchor_first: bool, mask_token_id: int, vocab_s
         raise refusal(
             f"block_size={block_size} in the 1+N layout",
             "at least 2",
-            "Row 0 only re-states the anchor; no row drafts.",
-            "Correct block_size or the layout.",
+            "Row 0 only re-states the anchor; no row drafts. Correct block_size or the layout.",
         )
     if mask_token_id >= vocab_size:
         raise refusal(

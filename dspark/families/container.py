@@ -73,15 +73,13 @@ def local_folder(path: str | Path) -> Path:
         raise refusal(
             f"{folder.name} is a file",
             "the folder that holds it",
-            "Its config.json would not be found.",
-            f"Pass {str(folder.parent)!r}.",
+            f"Its config.json would not be found. Pass {str(folder.parent)!r}.",
         )
     if not HUB_ID.fullmatch(str(path)):
         raise refusal(
             "no such folder",
             "an existing folder or a Hub id such as owner/name",
-            "There is nothing to load.",
-            "Check the path.",
+            "There is nothing to load. Check the path.",
         )
     return _from_hub(str(path))
 
@@ -97,8 +95,7 @@ def _from_hub(repository: str) -> Path:
         raise refusal(
             f"not a folder here, and the Hub gave {type(error).__name__}: {error}",
             "an existing folder or a reachable repository",
-            "There is nothing to load.",
-            "Check the name, the network and, for a gated repository, the login.",
+            "There is nothing to load. Check the name, the network and, for a gated repository, the login.",
         ) from error
 
 
@@ -156,15 +153,13 @@ def read_json(file: Path) -> dict[str, Any]:
         raise refusal(
             f"{file.name} is not valid JSON ({error})",
             "a JSON object",
-            "No field of it can be trusted.",
-            "Fetch the file again.",
+            "No field of it can be trusted. Fetch the file again.",
         ) from error
     if not isinstance(value, dict):
         raise refusal(
             f"{file.name} holds a {type(value).__name__}",
             "a JSON object",
-            "It has no fields.",
-            "Fetch the file again.",
+            "It has no fields. Fetch the file again.",
         )
     return value
 
@@ -179,8 +174,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                 raise refusal(
                     f"tensor {name} is in {tensors[name].file.name} and in {file}",
                     "one copy",
-                    "Which of them is used would depend on the order of the files.",
-                    "Remove the stale shard.",
+                    "Which of them is used would depend on the order of the files. Remove the stale shard.",
                 )
             tensors[name] = tensor
     lost = sorted(name for name, file in weight_map.items() if name and tensors.get(name) is None)
@@ -188,8 +182,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         raise refusal(
             f"{INDEX} lists tensors that its files do not have: {', '.join(lost[:8])}",
             "an index that matches its shards",
-            "Those weights would stay uninitialised.",
-            "Fetch the checkpoint again.",
+            "Those weights would stay uninitialised. Fetch the checkpoint again.",
         )
     return tensors
 
@@ -214,8 +207,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise refusal(
             f"{INDEX} has no weight_map",
             "a map from tensor to file",
-            "No tensor could be found.",
-            "Fetch the checkpoint again.",
+            "No tensor could be found. Fetch the checkpoint again.",
         )
     weight_map = {name: str(file) for name, file in weight_map.items()}
     shards = set(weight_map.values())
@@ -223,16 +215,14 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise refusal(
             f"both {SINGLE} and {INDEX} are present, and the index does not use {SINGLE}",
             "one of them",
-            "Which weights are loaded would depend on the tool.",
-            "Delete the stale one.",
+            "Which weights are loaded would depend on the tool. Delete the stale one.",
         )
     absent = sorted(shards - set(found))
     if absent:
         raise refusal(
             f"{INDEX} names files that are not in the folder: {', '.join(absent[:8])}",
             "every shard",
-            "Their weights would stay uninitialised.",
-            "Fetch the checkpoint again.",
+            "Their weights would stay uninitialised. Fetch the checkpoint again.",
         )
     return weight_map
 

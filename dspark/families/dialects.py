@@ -38,16 +38,14 @@ def read_speculators(raw: Mapping[str, Any]) -> Dialect:
         raise refusal(
             f"speculators checkpoint for algorithm {algorithm!r} (speculators_config.algorithm={stated!r})",
             'only "dspark" is supported',
-            "Other algorithms have other inputs and other heads.",
-            "Pass a DSpark drafter.",
+            "Other algorithms have other inputs and other heads. Pass a DSpark drafter.",
         )
     for key in (BACKBONE, "aux_hidden_state_layer_ids"):
         if raw.get(key) is None:
             raise refusal(
                 f"speculators config lacks {key}",
                 "it to be present",
-                "Backbone or taps are undefined.",
-                "Fetch the complete config.json.",
+                "Backbone or taps are undefined. Fetch the complete config.json.",
             )
     return Dialect(
         family="speculators",

@@ -77,14 +77,12 @@ def _refuse_shape(config: DrafterConfig, tensors: NamedTensors, name: str, wante
         raise refusal(
             f"fc.weight takes {shape[1]} features but {taps} taps of width {width} give {taps * width}",
             f"{shape[1] / width:g} taps, or target_hidden_size={shape[1] / taps:g}",
-            "The drafter would read other target states than it was trained on.",
-            "Correct the tap list in config.json.",
+            "The drafter would read other target states than it was trained on. Correct the tap list in config.json.",
         )
     raise refusal(
         f"{name} has shape {list(shape or ())}",
         f"{_implied(config, name, wanted)}, as the config implies",
-        "Weights and config belong to different drafters.",
-        "Correct the field in config.json.",
+        "Weights and config belong to different drafters. Correct the field in config.json.",
     )
 
 

@@ -16,16 +16,15 @@ class CheckpointError(ValueError):
     """A drafter checkpoint that would not do what it was trained for, with the field, its value, and what to do."""
 
 
-def refusal(found: str, expected: str, consequence: str, remedy: str) -> CheckpointError:
+def refusal(found: str, expected: str, *advice: str) -> CheckpointError:
     """One problem in the order a reader needs it.
 
     Args:
         found: the field or tensor and its value, as the checkpoint has it.
         expected: what the value should have been.
-        consequence: a sentence, what would have gone wrong had it been loaded.
-        remedy: a sentence, what to do.
+        advice: sentences, what would have gone wrong had it been loaded, and what to do.
     """
-    return CheckpointError(f"{found}; expected {expected}. {consequence} {remedy}")
+    return CheckpointError(f"{found}; expected {expected}. {' '.join(advice)}")
 
 
 @dataclass

@@ -58,8 +58,7 @@ def _markov_rank(fields: Fields, tensors: NamedTensors, defaults: HeadDefaults, 
         raise refusal(
             f"{found} but markov_w1 has shape {list(columns)}",
             f"{columns[-1]} columns and markov_rank to agree",
-            NO_BIAS,
-            "Correct markov_rank in config.json.",
+            f"{NO_BIAS} Correct markov_rank in config.json.",
         )
     return rank
 
@@ -73,8 +72,7 @@ def _markov_kind(
             raise refusal(
                 f"markov_rank=0 but the file has {', '.join(sorted(stored))} of a Markov head",
                 "markov_rank > 0",
-                NO_BIAS,
-                "Correct markov_rank in config.json.",
+                f"{NO_BIAS} Correct markov_rank in config.json.",
             )
         findings.note("no Markov head (markov_rank=0): drafts of a block do not depend on one another")
         return "none"
@@ -87,16 +85,14 @@ def _markov_kind(
         raise refusal(
             "markov_head_type is missing",
             f"one of {kinds}",
-            "The bias would be computed by another formula.",
-            "Add it to config.json.",
+            "The bias would be computed by another formula. Add it to config.json.",
         )
     kind = str(found.value).lower()
     if kind not in KIND_TENSORS:
         raise refusal(
             f"unsupported {found}",
             f"one of {kinds}",
-            "The bias would be computed by another formula.",
-            "Use a drafter with one of these heads.",
+            "The bias would be computed by another formula. Use a drafter with one of these heads.",
         )
     needed = {"markov_w1", "markov_w2", *KIND_TENSORS[kind]}
     if stored != needed:
@@ -127,16 +123,14 @@ def _confidence(
             raise refusal(
                 "confidence head enabled but confidence_head.proj.weight missing",
                 "the tensor, or enable_confidence_head=False",
-                "Confidences would come from random weights.",
-                "Fetch the complete checkpoint or correct the config.",
+                "Confidences would come from random weights. Fetch the complete checkpoint or correct the config.",
             )
         return "none"
     if enabled is not None and not enabled.value:
         raise refusal(
             f"{enabled} but the file has confidence_head.proj.weight",
             "config and tensors to agree",
-            "A trained head would be dropped without notice.",
-            "Correct enable_confidence_head in config.json.",
+            "A trained head would be dropped without notice. Correct enable_confidence_head in config.json.",
         )
     if enabled is None:
         findings.note("confidence head: enable_confidence_head is absent, its tensors are present, so it is built")
@@ -152,7 +146,6 @@ def _confidence(
         raise refusal(
             f"confidence head takes {width} inputs (confidence_head.proj.weight {list(shape)})",
             f"{wanted} (hidden_size={hidden}, markov_rank={rank}, confidence_head_with_markov={expects_markov})",
-            "It would read other features than in training.",
-            "Correct confidence_head_with_markov in config.json.",
+            "It would read other features than in training. Correct confidence_head_with_markov in config.json.",
         )
     return "hidden+markov" if expects_markov and rank else "hidden"

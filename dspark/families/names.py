@@ -94,8 +94,7 @@ def name_tensors(stored: Iterable[StoredTensor], size: Mapping[str, int]) -> Nam
                 raise refusal(
                     f"{canonical} is given twice, by {sources[canonical].stored.name} and {tensor.name}",
                     "one of them (fused or split, prefixed or not)",
-                    "Which of the two is used would depend on the order of the file.",
-                    "Remove the stale one.",
+                    "Which of the two is used would depend on the order of the file. Remove the stale one.",
                 )
             sources[canonical] = source
     return NamedTensors(sources, tuple(ignored))
@@ -110,8 +109,7 @@ def _split(name: str, tensor: StoredTensor, fused_rows: Mapping[str, tuple[int, 
         raise refusal(
             f"{tensor.name} has shape {list(tensor.shape)}",
             f"{'+'.join(map(str, sizes))} rows of {FUSED[fused]}",
-            "It would be cut at the wrong rows.",
-            "Check the head counts, head_dim and intermediate_size in config.json.",
+            "It would be cut at the wrong rows. Check the head counts, head_dim and intermediate_size in config.json.",
         )
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return {

@@ -179,16 +179,14 @@ def _check_target_fields(config: DrafterConfig) -> None:
             f"target layer id {config.tap_ids[-1] - 1} is outside -1..{config.num_target_layers - 1} "
             f"(num_target_layers={config.num_target_layers})",
             "layers of the target",
-            "The state that the drafter reads does not exist.",
-            "Correct the tap list or num_target_layers.",
+            "The state that the drafter reads does not exist. Correct the tap list or num_target_layers.",
         )
     if not (config.owns_embedding and config.owns_head) and config.hidden_size != config.target_hidden_size:
         raise refusal(
             f"hidden_size={config.hidden_size} with target_hidden_size={config.target_hidden_size} and no own "
             f"{'head' if config.owns_embedding else 'embedding'}",
             "equal widths, or both matrices in the checkpoint",
-            "The target's matrices do not fit.",
-            "Fetch the complete checkpoint.",
+            "The target's matrices do not fit. Fetch the complete checkpoint.",
         )
 
 

@@ -156,8 +156,7 @@ def _unknown(traits: Traits) -> CheckpointError:
         return refusal(
             f"architectures={sorted(traits.architectures)} with model_type={traits.model_type!r}",
             "model_type='qwen3', the backbone of DeepSpec's Qwen3 drafters",
-            "Another backbone's weights would be run through Qwen3 layers.",
-            "Check which trainer wrote this checkpoint.",
+            "Another backbone's weights would be run through Qwen3 layers. Check which trainer wrote this checkpoint.",
         )
     if any(traits.raw.get(key) is not None for key in BUNDLED_KEYS):
         return refusal(

@@ -26,8 +26,7 @@ def read_taps(fields: Fields) -> tuple[int, ...]:
         raise refusal(
             f"{LAYER_OUTPUT_KEYS[0]} is missing (also looked for {', '.join((*LAYER_OUTPUT_KEYS[1:], *INDEX_KEYS))})",
             "a list of target layers",
-            GUESSED,
-            "Add the list the drafter was trained with.",
+            f"{GUESSED} Add the list the drafter was trained with.",
         )
     taps = None if outputs is None else _checked(outputs, offset=1)
     if indices is None:
@@ -38,8 +37,7 @@ def read_taps(fields: Fields) -> tuple[int, ...]:
         raise refusal(
             f"{outputs} and {indices}",
             f"aux ids one more than the layer ids, that is {list(taps)}",
-            "The two lists name different states of the target.",
-            "Remove the wrong one.",
+            "The two lists name different states of the target. Remove the wrong one.",
         )
     return by_index
 

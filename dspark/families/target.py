@@ -52,8 +52,7 @@ def _check_dimensions(config: DrafterConfig, target: TargetFacts) -> None:
             f"drafter was trained for a target with {layers} layers (num_target_layers) and width "
             f"{config.target_hidden_size} (target_hidden_size)",
             f"this target's {target.num_layers} layers and width {target.hidden_size}",
-            "Its taps would be other states than it was trained on.",
-            OTHER_TARGET,
+            f"Its taps would be other states than it was trained on. {OTHER_TARGET}",
         )
 
 
@@ -63,8 +62,7 @@ def _check_taps(config: DrafterConfig, target: TargetFacts) -> None:
         raise refusal(
             f"target layer id {last - 1} (tap_ids={list(config.tap_ids)}) is outside -1..{target.num_layers - 1}",
             f"layers of a target with {target.num_layers}",
-            "The state that the drafter reads does not exist.",
-            OTHER_TARGET,
+            f"The state that the drafter reads does not exist. {OTHER_TARGET}",
         )
 
 
@@ -73,16 +71,14 @@ def _check_input_vocabulary(config: DrafterConfig, target: TargetFacts) -> None:
         raise refusal(
             f"vocab_size={config.vocab_size}: target token ids up to {target.vocab_size - 1} cannot be embedded",
             f"at least {target.vocab_size} rows",
-            "Those tokens would index outside the embedding.",
-            OTHER_TARGET,
+            f"Those tokens would index outside the embedding. {OTHER_TARGET}",
         )
     rows = target.input_embedding.shape[0]
     if not config.owns_embedding and config.vocab_size > rows:
         raise refusal(
             f"input vocabulary vocab_size={config.vocab_size} exceeds the target's {rows} embedding rows",
             "embed_tokens.weight in the checkpoint",
-            "Its own rows, such as the mask token, cannot be shared.",
-            "Fetch the complete checkpoint.",
+            "Its own rows, such as the mask token, cannot be shared. Fetch the complete checkpoint.",
         )
 
 
@@ -92,8 +88,7 @@ def _check_output_vocabulary(config: DrafterConfig, target: TargetFacts) -> None
         raise refusal(
             f"lm_head of draft_vocab_size={draft} rows is neither shipped nor equal to the target's {rows}",
             f"lm_head.weight [{draft}, {config.hidden_size}]",
-            "The rest of the head would stay uninitialised.",
-            "Fetch the complete checkpoint.",
+            "The rest of the head would stay uninitialised. Fetch the complete checkpoint.",
         )
 
 
@@ -102,8 +97,7 @@ def _check_sharing(config: DrafterConfig, target: TargetFacts) -> None:
         raise refusal(
             f"cannot share the target embedding/head: hidden_size={config.hidden_size} vs {target.hidden_size}",
             "equal widths, or a checkpoint that ships both matrices",
-            "The matrices do not fit.",
-            OTHER_TARGET,
+            f"The matrices do not fit. {OTHER_TARGET}",
         )
 
 
@@ -114,6 +108,5 @@ def check_d2t_range(d2t: torch.Tensor, target_vocab_size: int) -> None:
         raise refusal(
             f"d2t is not an offset table of this target: entry {len(d2t) - 1} maps to {largest}",
             f"ids below {target_vocab_size}",
-            "The target has no such token.",
-            OTHER_TARGET,
+            f"The target has no such token. {OTHER_TARGET}",
         )

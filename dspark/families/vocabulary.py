@@ -59,15 +59,13 @@ def check_reduction(
             raise refusal(
                 f"d2t has shape {list(shape)}, but draft vocabulary {draft_vocab_size} of {vocab_size} is not reduced",
                 "no d2t, or a smaller draft_vocab_size",
-                WRONG_IDS,
-                "Correct draft_vocab_size in config.json.",
+                f"{WRONG_IDS} Correct draft_vocab_size in config.json.",
             )
         if shape != (draft_vocab_size,):
             raise refusal(
                 f"d2t has shape {list(shape)}, draft vocabulary is {draft_vocab_size}",
                 f"[{draft_vocab_size}]",
-                WRONG_IDS,
-                "Fetch the checkpoint again, or correct draft_vocab_size.",
+                f"{WRONG_IDS} Fetch the checkpoint again, or correct draft_vocab_size.",
             )
     elif draft_vocab_size < full:
         raise refusal(
@@ -80,8 +78,7 @@ def check_reduction(
         raise refusal(
             f"reduced vocabulary ({draft_vocab_size} of {full}) needs its own lm_head; lm_head.weight is missing",
             f"lm_head.weight [{draft_vocab_size}, hidden_size]",
-            "The target's head has other rows.",
-            "Fetch the complete checkpoint.",
+            "The target's head has other rows. Fetch the complete checkpoint.",
         )
 
 
@@ -111,8 +108,7 @@ def check_tables(d2t: torch.Tensor | None, t2d: torch.Tensor | None, vocab_size:
         raise refusal(
             f"d2t is not an offset table: entry {bad[0]} maps to {bad[1]}",
             f"i + d2t[i] strictly increasing and below {vocab_size}",
-            f"{WRONG_IDS} Absolute ids in place of offsets look like this.",
-            "Store d2t[i] = target_id - i.",
+            f"{WRONG_IDS} Absolute ids in place of offsets look like this. Store d2t[i] = target_id - i.",
         )
     if t2d is not None:
         _check_t2d(t2d, ids, vocab_size)
