@@ -230,8 +230,8 @@ def wider_graph_sizes(captured: int, width: int, max_num_seqs: int, max_num_toke
 
 
 def _patch_v2_runner_choice() -> None:
-    """7. Where a worker chooses the V2 runner, that runner builds our speculator and our rejection sampler, and its
-    adaptive verification reckons with the time of whole steps.
+    """7. Where a worker chooses the V2 runner, that runner builds our speculator and our rejection sampler, samples in
+    CUDA graphs, and its adaptive verification reckons with the time of whole steps.
 
     The runner's module has all three under names of its own, which are replaced by functions that fall back to vLLM's
     for everything that is not ours. Only workers have `gpu_worker` imported when they ask; other processes ask too, and
@@ -262,8 +262,10 @@ def patch_v2_runner_module() -> None:
     setattr(module, _MARK, True)
     from dspark.vllm.v2 import make_rejection_sampler, make_speculator
     from dspark.vllm.v2_adaptive import make_manager
+    from dspark.vllm.v2_graph import sampling_in_graphs
 
     module.init_speculator = partial(make_speculator, module.init_speculator)
     module.RejectionSampler = partial(make_rejection_sampler, module.RejectionSampler)
     name = "maybe_create_adaptive_verification_manager"
     setattr(module, name, partial(make_manager, getattr(module, name)))
+    module.GPUModelRunner.sample = sampling_in_graphs(module.GPUModelRunner.sample)

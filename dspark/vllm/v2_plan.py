@@ -13,6 +13,7 @@ stand in vLLM's `additional_config`, under "dspark":
     chain         "kernels", "reference" (their definition in PyTorch, slow and without CUDA graphs), or "vllm" (vLLM's
                   own loop)
     verification  "kernels", or "vllm"
+    sampling_graph  false: vLLM launches the head and the verification of every step one by one (see `v2_graph`)
     check_ranks   true: after every step all tensor-parallel ranks compare their drafts and emitted tokens
 
 What vLLM's own loop must do (watermarks, float64 noise, the acceptance estimator) it does, where it computes the
@@ -54,6 +55,7 @@ class Options:
     w2: W2 = "checkpoint"
     chain: Chain = "kernels"
     verification: Verifier = "kernels"
+    sampling_graph: bool = True
     check_ranks: bool = False
 
     @classmethod
@@ -76,8 +78,9 @@ class Options:
                 raise ValueError(
                     f"{where}: {name}={section[name]!r}; expected {' or '.join(map(repr, get_args(kind)))}"
                 )
-        if not isinstance(section.get("check_ranks", False), bool):
-            raise ValueError(f"{where}: check_ranks={section['check_ranks']!r}; expected true or false")
+        for name in ("sampling_graph", "check_ranks"):
+            if not isinstance(section.get(name, False), bool):
+                raise ValueError(f"{where}: {name}={section[name]!r}; expected true or false")
         return cls(**section)
 
 

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, flashinfer_sample
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from dspark.kernels.rejection import Block, DraftLaw, Verified, verify
+from dspark.kernels.rejection import Block, DraftLaw, Verified, Workspace, verify
 from dspark.vllm.v2_chain import ProposalStore
 
 
@@ -24,6 +24,7 @@ class Verifier:
     def __init__(self, store: ProposalStore, sampler: Sampler, num_draft_tokens: int) -> None:
         """Args: what drafts were drawn from; vLLM's sampler; K."""
         self.store, self.sampler, self.num_draft_tokens = store, sampler, num_draft_tokens
+        self.workspace: Workspace | None = None
 
     def verify(
         self,
@@ -103,7 +104,10 @@ class Verifier:
         if num_draft_tokens:
             values = store.logits if store.ids is None else store.values
             law = DraftLaw(values, store.ids, slots, logsumexp=store.logsumexp, temperature=temperature)
-        return verify(block, law, num_draft_tokens)
+        if self.workspace is None and processed.is_cuda:
+            # Of its own and for the largest step, since captured graphs go on using it.
+            self.workspace = Workspace(len(temperature), self.num_draft_tokens, processed.shape[1], processed.device)
+        return verify(block, law, num_draft_tokens, workspace=self.workspace)
 
 
 def forbid_drafts(logits: torch.Tensor, drafts: torch.Tensor, valid_drafts: torch.Tensor) -> None:
