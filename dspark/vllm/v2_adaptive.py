@@ -56,8 +56,9 @@ class WholeSteps:
         drafts = sum(map(len, draft_tokens.values()))
         shape = requests, total, drafts
         now = self.clock()
-        if shape == self._shape and self._run > 1:  # the first of a run may still wait for one of the other kind
-            self._missing[self._all].append(1e3 * (now - self._began) - self._priced)
+        times = self._missing[self._all]
+        if self._run > 1 or (self._run and not times):  # the first of a run may still wait for one of the other kind
+            times.append(1e3 * (now - self._began) - self._priced)
         if abs(requests - self._timed_at) * 4 > requests:
             self._timed_at = requests
             for times in self._missing.values():

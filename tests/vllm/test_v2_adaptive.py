@@ -119,6 +119,21 @@ def test_another_load_is_looked_at_at_once():
     assert steps._until_look == TRIAL, "times of eight requests are not those of two"
 
 
+def test_steps_are_timed_though_requests_come_and_go():
+    """Between steps of 7 and 8 requests there is never the same twice, and drafts are trimmed all the same."""
+    manager = Manager(SURVIVALS)
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    drafting, verifying = manager.cost_tables
+    trimmed = 0
+    for step in range(200):
+        requests = 7 + step % 2
+        budget = served(manager, requests, 1, lambda budget: 0.0, steps)[0]
+        now[0] += 1e-3 * (drafting[requests] + verifying[requests + budget])
+        trimmed += budget < requests * STEPS
+    assert trimmed > 150
+
+
 def test_with_nothing_to_trim_the_runners_layout_stands():
     manager = Manager(SURVIVALS)
     steps = WholeSteps(manager)
