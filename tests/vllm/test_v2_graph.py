@@ -5,6 +5,7 @@ the first time, which is what replaying does. The runner is a stand-in with a sa
 that vLLM's reads.
 """
 
+import itertools
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -53,7 +54,7 @@ def vllms_sample(runner, hidden_states, batch, grammar):
     starts = batch.cu_num_logits.long()
     widest = int(starts.diff().max())
     taken = torch.full((batch.num_reqs, widest), -1, dtype=torch.int64)
-    for request, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for request, (first, last) in enumerate(itertools.pairwise(starts)):
         taken[request, : last - first] = rows[first:last].long()
     num_sampled = (batch.seq_lens[: batch.num_reqs] + runner.state[batch.idx_mapping]).to(torch.int32)
     runner.calls.append("grammar" if grammar else batch.num_reqs)
