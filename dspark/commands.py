@@ -184,6 +184,13 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def drafter_labels(drafters: Sequence[str | None]) -> list[str]:
+    """Short names of drafters that tell them apart."""
+    paths = [Path(str(drafter)) for drafter in drafters]
+    names = [path.resolve().name if path.exists() else str(path).replace("/", "--") for path in paths]
+    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+
+
 def given_options(options: argparse.Namespace, dataclass_type: type) -> dict[str, Any]:
     """The options of the command line that are fields of a dataclass."""
     return {
@@ -247,7 +254,7 @@ def _generation_report(pair: Pair, drafted: TimedRun, plain: TimedRun | None, pa
         "drafter": pair.drafter_name,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "device": str(pair.target.device),
-        "sampling": {field.name: getattr(params, field.name) for field in fields(params)},
+        "sampling": asdict(params),
         "versions": library_versions(),
     }
     if plain is not None:

@@ -3,12 +3,12 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from dspark.backend_flags import connect_server, start_engine
 from dspark.cli_paths import drafter_location, find_drafter, output_folder
-from dspark.commands import Pair, eval_settings, load_pair, locate_target
+from dspark.commands import Pair, drafter_labels, eval_settings, load_pair, locate_target
 from dspark.confidence import CALIBRATION_FILE, write_calibration
 from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings
@@ -27,35 +27,25 @@ from dspark.vllm.backends import check_installed
 VARIED = ("drafter", "num_draft_tokens")  # flags of eval that make cells, beside data sets and temperatures
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One drafter with one K out of those that the command line asks for; `options` has one value of each."""
-
-    name: str
-    options: argparse.Namespace
-
-
 def evaluate(options: argparse.Namespace) -> int:
     """`dspark eval`."""
     variants = list_variants(options)
-    settings = [
-        eval_settings(variant.options) for variant in variants
-    ]  # a wrong value must not cost loading two models
+    settings = [eval_settings(variant) for variant in variants.values()]  # a wrong value must not cost loading models
     out = output_folder(options)
     if out is not None:
         _check_folder(out, several=len(variants) > 1)
     opened: list[OpenRun] = []  # all before the first runs, so that a folder says what is missing in it
-    pairs = _load_all(variants)
-    for variant, chosen, pair in zip(variants, settings, pairs, strict=True):
-        backend, target_name, drafter_name = _open_backend(variant.options, chosen, pair)
+    pairs = _load_all(list(variants.values()))
+    for (name, variant), chosen, pair in zip(variants.items(), settings, pairs, strict=True):
+        backend, target_name, drafter_name = _open_backend(variant, chosen, pair)
         chosen = replace(chosen, target_name=target_name, drafter_name=drafter_name)
-        folder = out if out is None or len(variants) == 1 else out / variant.name
-        opened.append(open_run(backend, chosen, folder, variant.name))
+        folder = out if out is None or len(variants) == 1 else out / name
+        opened.append(open_run(backend, chosen, folder, name))
     runs = [run.finish() for run in opened]
-    comparison = compare_runs(runs, _varied(variants))
-    if out is not None:
-        _say_where(out, write_report(out, comparison))
-    return _show(comparison, options, "eval")
+    varied = [name for name in VARIED if len(getattr(options, name, ())) > 1]
+    if varied == ["drafter"]:
+        varied.append("num_draft_tokens")  # each drafter's own maximum
+    return _show(compare_runs(runs, varied), out, options)
 
 
 def _check_folder(out: Path, several: bool) -> None:
@@ -66,8 +56,8 @@ def _check_folder(out: Path, several: bool) -> None:
         raise ValueError(f"--out {out} holds the runs of a comparison; a single run needs a folder of its own")
 
 
-def list_variants(options: argparse.Namespace) -> list[Variant]:
-    """Every drafter with every K of the command line.
+def list_variants(options: argparse.Namespace) -> dict[str, argparse.Namespace]:
+    """Every drafter with every K of the command line: options with one value of each, by a name for the run.
 
     Raises:
         ValueError: a value is given twice, or several of them where only one engine or server can run.
@@ -77,68 +67,48 @@ def list_variants(options: argparse.Namespace) -> list[Variant]:
         flag = f"--{name.replace('_', '-')}"
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"{flag} names one value twice: its rows could not be told apart")
-        if len(chosen) > 1 and (hasattr(options, "endpoint") or getattr(options, "backend", "dspark") == "vllm"):
+        if len(chosen) > 1 and _on_vllm(options):
             raise ValueError(
                 f"{flag} given {len(chosen)} times does not go with vLLM, where one engine runs one of them: run them "
                 "one by one, each with its own --out, and set them side by side with dspark report"
             )
         if len(chosen) > 1 and getattr(options, "plain", False):
             raise ValueError(f"{flag} given {len(chosen)} times does not go with --plain, which runs without a drafter")
-    labels = _labels(values["drafter"])
-    variants = []
-    for drafter, label in zip(values["drafter"], labels, strict=True):
-        for num_draft_tokens in values["num_draft_tokens"]:
-            single = argparse.Namespace(**{k: v for k, v in vars(options).items() if k not in VARIED})
-            if drafter is not None:
-                single.drafter = drafter
-            if num_draft_tokens is not None:
-                single.num_draft_tokens = num_draft_tokens
-            words = [label] if len(labels) > 1 else []
-            words += [f"K={num_draft_tokens}"] if len(values["num_draft_tokens"]) > 1 else []
-            variants.append(Variant("_".join(words) or "run", single))
+    common = {name: value for name, value in vars(options).items() if name not in VARIED}
+    variants = {}
+    for drafter, label in zip(values["drafter"], drafter_labels(values["drafter"]), strict=True):
+        for length in values["num_draft_tokens"]:
+            words = [label] if len(values["drafter"]) > 1 else []
+            words += [f"K={length}"] if len(values["num_draft_tokens"]) > 1 else []
+            given = {name: value for name, value in zip(VARIED, (drafter, length), strict=True) if value is not None}
+            variants["_".join(words) or "run"] = argparse.Namespace(**common, **given)
     return variants
 
 
-def _labels(drafters: Sequence[str | None]) -> list[str]:
-    """Short names of drafters that tell them apart."""
-    paths = [Path(str(drafter)) for drafter in drafters]
-    names = [path.resolve().name if path.exists() else str(path).replace("/", "--") for path in paths]
-    repeated = [names.count(name) > 1 for name in names]
-    return [f"{name} ({i})" if twice else name for i, (name, twice) in enumerate(zip(names, repeated, strict=True), 1)]
+def _on_vllm(options: argparse.Namespace) -> bool:
+    return hasattr(options, "endpoint") or getattr(options, "backend", "dspark") == "vllm"
 
 
-def _varied(variants: Sequence[Variant]) -> list[str]:
-    """Settings in which the variants were asked to differ."""
-    chosen = {name: {getattr(variant.options, name, None) for variant in variants} for name in VARIED}
-    varied = [name for name, values in chosen.items() if len(values) > 1]
-    return [*varied, "num_draft_tokens"] if varied == ["drafter"] else varied  # each drafter's own maximum
+def _load_all(variants: Sequence[argparse.Namespace]) -> list[Pair | None]:
+    """The models of every variant, None where vLLM has them; all have one target.
 
-
-def _load_all(variants: Sequence[Variant]) -> list[Pair | None]:
-    """The models of every variant. What does not load, and a K or a schedule that a drafter cannot follow, must not
-    cost the runs before it, nor leave a folder of a run that cannot be.
+    What does not load, and a K or a schedule that a drafter cannot follow, must not cost the runs before it, nor leave
+    the folder of a run that cannot be.
     """
     pairs: list[Pair | None] = []
-    for variant in variants:
-        pairs.append(_load(variant.options, pairs[-1] if pairs else None))
-        if pairs[-1] is None:
-            continue
-        drafter = pairs[-1].drafter
-        check_schedule(parse_schedule(getattr(variant.options, "schedule", None)), drafter)
-        if drafter is not None and hasattr(variant.options, "num_draft_tokens"):
-            check_num_draft_tokens(drafter.config, variant.options.num_draft_tokens)
+    for options in variants:
+        if _on_vllm(options):
+            if not hasattr(options, "endpoint"):
+                check_installed()
+            return [None] * len(variants)
+        pair = pairs[-1] if pairs else None
+        if pair is None or pair.drafter_name != find_drafter(options):
+            pair = load_pair(options, pair)
+        check_schedule(parse_schedule(getattr(options, "schedule", None)), pair.drafter)
+        if pair.drafter is not None and hasattr(options, "num_draft_tokens"):
+            check_num_draft_tokens(pair.drafter.config, options.num_draft_tokens)
+        pairs.append(pair)
     return pairs
-
-
-def _load(options: argparse.Namespace, loaded: Pair | None) -> Pair | None:
-    """The models of a variant in this process, None where vLLM has them; the target of the variant before is kept."""
-    if getattr(options, "backend", "dspark") == "vllm":
-        check_installed()
-    if hasattr(options, "endpoint") or getattr(options, "backend", "dspark") == "vllm":
-        return None
-    if loaded is not None and loaded.drafter_name == find_drafter(options):
-        return loaded
-    return load_pair(options, loaded)
 
 
 def _open_backend(
@@ -159,25 +129,22 @@ def report(options: argparse.Namespace) -> int:
     runs, varied = load_runs([Path(folder).expanduser() for folder in options.runs])
     comparison = compare_runs(runs, [*varied, *getattr(options, "allow_differences", [])])
     out = output_folder(options)
-    if out is not None:
-        if any((out / name).exists() for name in ("settings.json", "records.jsonl")) and len(comparison.runs) > 1:
-            raise ValueError(f"--out {out} is the folder of a single run, whose report would be lost; name another one")
-        _say_where(out, write_report(out, comparison))
-    return _show(comparison, options, "report")
+    if out is not None and (out / SETTINGS_FILE).exists() and len(comparison.runs) > 1:
+        raise ValueError(f"--out {out} is the folder of a single run, whose report would be lost; name another one")
+    return _show(comparison, out, options)
 
 
-def _say_where(out: Path, remark: str | None) -> None:
-    say(f"report: {out / REPORT_FILE}" + (f"; plots were not drawn: {remark}" if remark else ""))
-
-
-def _show(comparison: Comparison, options: argparse.Namespace, command: str) -> int:
-    """Rows on stdout, as a table or as one line of JSON; speed on stderr."""
+def _show(comparison: Comparison, out: Path | None, options: argparse.Namespace) -> int:
+    """The report into its folder; rows on stdout, as a table or as one line of JSON; speed on stderr."""
     runs = comparison.runs
+    if out is not None:
+        remark = write_report(out, comparison)
+        say(f"report: {out / REPORT_FILE}" + (f"; plots were not drawn: {remark}" if remark else ""))
     if options.json:
         rows = [{"run": run.name, **row.to_dict(), "timing": row.timing.to_dict()} for run in runs for row in run.rows]
         macro_means = [{"run": run.name, **asdict(row)} for run in runs for row in run.macro_rows]
         compared = comparison.compared if len(runs) > 1 else None
-        print(json.dumps({"command": command, "compared": compared, "rows": rows, "macro_means": macro_means}))
+        print(json.dumps({"command": options.command, "compared": compared, "rows": rows, "macro_means": macro_means}))
         return 0
     print(format_comparison(comparison))
     for run in runs:

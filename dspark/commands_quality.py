@@ -13,7 +13,7 @@ from typing import Any
 
 from dspark.checkpoint import load_drafter
 from dspark.cli_paths import drafter_location, output_folder
-from dspark.commands import eval_settings, load_pair
+from dspark.commands import drafter_labels, eval_settings, load_pair
 from dspark.default import cache_folder
 from dspark.drafter import Drafter
 from dspark.evals.quality import QualityOptions, QualityRow, score_drafters, write_results
@@ -88,10 +88,4 @@ def _load(options: argparse.Namespace) -> tuple[HFTarget, str, dict[str, Drafter
     others: dict[str, Any] = {"target": pair.target, "device": pair.target.device, "dtype": pair.target.dtype}
     others["layout"] = getattr(options, "layout", None)
     loaded = [pair.drafter, *(load_drafter(drafter_location(name), **others) for name in names[1:])]
-    return pair.target, pair.target_name, dict(zip(_labels(names), loaded, strict=True))
-
-
-def _labels(names: Sequence[str]) -> list[str]:
-    """The last part of each path, or the whole where that is not enough to tell them apart."""
-    short = [Path(name).name or name for name in names]
-    return short if len(set(short)) == len(short) else list(names)
+    return pair.target, pair.target_name, dict(zip(drafter_labels(names), loaded, strict=True))

@@ -21,25 +21,15 @@ from dspark.families.names import NamedTensors
 from dspark.families.target import TargetFacts
 from dspark.terminal import align
 
-ROLES = (
-    ("embed_tokens.", "embedding"),
-    ("lm_head.", "head"),
-    ("fc.", "tap projection"),
-    ("hidden_norm.", "tap projection"),
-    ("norm.", "final norm"),
-    ("layers.", "layer"),
-    ("markov_head.", "Markov head"),
-    ("confidence_head.", "confidence head"),
-    ("d2t", "vocabulary table"),
-    ("t2d", "vocabulary table (training only)"),
-)
 SHAREABLE = {"embedding": "embed_tokens.weight", "head": "lm_head.weight"}
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of the checkpoint. `stored_as` is its name in the file where that differs."""
+    """One tensor of the checkpoint: `role` says whether it is used; `stored_as` is its name in the file where that
+    differs.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -206,9 +196,7 @@ def _rows(container: Container, resolved: Resolved | None) -> tuple[TensorRow, .
     used = set(expected_shapes(resolved.config)) | TABLES if resolved.config is not None else None
     rows = []
     for name, source in resolved.tensors.sources.items():
-        role = next((role for prefix, role in ROLES if name.startswith(prefix)), "not used")
-        if used is not None and name not in used:
-            role = "not used"
+        role = "used" if used is None or name in used else "not used"
         stored_as = source.stored.name if source.stored.name != name else None
         rows.append(TensorRow(name, source.shape, source.dtype, role, stored_as))
     ignored = (container.tensors[name] for name in resolved.tensors.ignored)

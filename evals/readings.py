@@ -21,16 +21,18 @@ reading. Read next: `dspark.evals.doctor`. Two commands that try them:
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dspark.config import DrafterConfig, LayerConfig, RopeConfig
+from dspark.config import DrafterConfig, LayerConfig
 from dspark.drafter import Drafter, variant
 from dspark.target import HFTarget
+
+Tried = tuple[str, str, Drafter]  # value, remedy and drafter of a `Reading`
 
 MAX_MASKS = 16
 THETAS = (1e4, 1e6)
@@ -61,15 +63,9 @@ def alternatives(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Ite
         target: the target.
         raw: the checkpoint's config.json, for values that stand in it under other keys.
     """
-    yield from _taps(base, target)
-    yield from _layout(base)
-    yield from _masks(base, target, raw)
-    yield from _rope(base, target, raw)
-    yield from _causality(base)
-    yield from _embedding(base, target)
-    yield from _head(base, target)
-    yield from _vocabulary(base)
-    yield from _norms(base)
+    for topic, tried in TOPICS.items():
+        for value, remedy, drafter in tried(base, target, raw):
+            yield Reading(topic, value, remedy, drafter)
 
 
 def tap_ids_tried(config: DrafterConfig, num_layers: int, rounds: int) -> list[int]:
@@ -85,7 +81,7 @@ def keys_of(config: DrafterConfig) -> dict[str, str]:
     return {"taps": "target_layer_ids", "backbone": ""}
 
 
-def _taps(base: Drafter, target: HFTarget) -> Iterator[Reading]:
+def _taps(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
     config = base.config
     offset = 0 if config.family == "speculators" else 1
     for shift in (-1, 1):
@@ -93,8 +89,7 @@ def _taps(base: Drafter, target: HFTarget) -> Iterator[Reading]:
         if taps[0] < 0 or taps[-1] > target.num_layers:
             continue
         stated = [tap - offset for tap in taps]
-        yield Reading(
-            "taps",
+        yield (
             f"every tap one layer {'earlier' if shift < 0 else 'later'}",
             f"write {keys_of(config)['taps']}={stated}: the ids were counted by the other convention (DeepSpec counts "
             "layer outputs from 0, speculators hidden states, whose 0 is the embedding)",
@@ -102,13 +97,12 @@ def _taps(base: Drafter, target: HFTarget) -> Iterator[Reading]:
         )
 
 
-def _layout(base: Drafter) -> Iterator[Reading]:
+def _layout(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
     anchor_first = not base.config.anchor_first
     if base.config.block_size < 2:
         return
     name = "anchor-first: row 0 drafts" if anchor_first else "1+N: row 0 only re-states the anchor"
-    yield Reading(
-        "layout",
+    yield (
         name,
         f"write sample_from_anchor={str(anchor_first).lower()} (and speculative_tokens="
         f"{base.config.block_size - (not anchor_first)} where the config has it), or load with --layout "
@@ -117,14 +111,10 @@ def _layout(base: Drafter) -> Iterator[Reading]:
     )
 
 
-def _masks(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Reading]:
+def _masks(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
     for token in mask_candidates(base.config, target, raw):
-        yield Reading(
-            "mask",
-            f"mask token {token}",
-            f"write mask_token_id={token}",
-            variant(base, replace(base.config, mask_token_id=token)),
-        )
+        drafter = variant(base, replace(base.config, mask_token_id=token))
+        yield f"mask token {token}", f"write mask_token_id={token}", drafter
 
 
 def mask_candidates(config: DrafterConfig, target: HFTarget, raw: Mapping[str, Any]) -> list[int]:
@@ -140,9 +130,8 @@ def mask_candidates(config: DrafterConfig, target: HFTarget, raw: Mapping[str, A
     return [token for token in dict.fromkeys(whole) if token != config.mask_token_id][:MAX_MASKS]
 
 
-def _rope(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Reading]:
-    yield Reading(
-        "rope",
+def _rope(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
+    yield (
         "rotary pairs interleaved",
         "the weights are for interleaved pairs (rope_is_neox_style=false), which is not supported: reorder the rows of "
         "every head of q_proj and k_proj, and q_norm and k_norm, to even ones first, then odd ones",
@@ -154,13 +143,8 @@ def _rope(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[R
     known = [float(value) for value in stated if isinstance(value, int | float)]
     for theta in dict.fromkeys([*known, *THETAS]):
         if theta != base.config.rope.theta:
-            rope: RopeConfig = replace(base.config.rope, theta=theta)
-            yield Reading(
-                "rope",
-                f"rotary base {theta:g}",
-                f"write {place}={theta:g}",
-                variant(base, replace(base.config, rope=rope)),
-            )
+            drafter = variant(base, replace(base.config, rope=replace(base.config.rope, theta=theta)))
+            yield f"rotary base {theta:g}", f"write {place}={theta:g}", drafter
 
 
 def _reordered_heads(base: Drafter) -> nn.ModuleList:
@@ -180,20 +164,16 @@ def _reordered_heads(base: Drafter) -> nn.ModuleList:
     return layers
 
 
-def _causality(base: Drafter) -> Iterator[Reading]:
+def _causality(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
     if base.config.block_size < 2:
         return
     causal = not all(layer.causal for layer in base.config.layers)
     layers = tuple(LayerConfig(layer.window, causal) for layer in base.config.layers)
-    yield Reading(
-        "causality",
-        f"block rows {'do not see' if causal else 'see'} the rows behind them",
-        f"write is_causal={str(causal).lower()}",
-        variant(base, replace(base.config, layers=layers)),
-    )
+    value = f"block rows {'do not see' if causal else 'see'} the rows behind them"
+    yield value, f"write is_causal={str(causal).lower()}", variant(base, replace(base.config, layers=layers))
 
 
-def _embedding(base: Drafter, target: HFTarget) -> Iterator[Reading]:
+def _embedding(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
     root = float(base.config.hidden_size) ** 0.5
     for scale, words, remedy in (
         (root, "times", "the drafter was trained on scaled embeddings: multiply embed_tokens.weight by that factor"),
@@ -201,9 +181,7 @@ def _embedding(base: Drafter, target: HFTarget) -> Iterator[Reading]:
     ):
         scaled = variant(base, embed_tokens=None)
         scaled._shared_embedding = base.embedding_weight * scale
-        yield Reading(
-            "embedding", f"embeddings {words} sqrt(hidden_size) = {root:.4g}", f"{remedy} (and ship it)", scaled
-        )
+        yield (f"embeddings {words} sqrt(hidden_size) = {root:.4g}", f"{remedy} (and ship it)", scaled)
     theirs = target.input_embedding.detach()
     if base.embed_tokens is None or theirs.shape[1] != base.config.hidden_size:
         return
@@ -211,15 +189,14 @@ def _embedding(base: Drafter, target: HFTarget) -> Iterator[Reading]:
     if len(theirs) >= len(own) and not torch.equal(theirs[: len(own)].to(own), own):
         shared = variant(base, replace(base.config, owns_embedding=False), embed_tokens=None)
         shared._shared_embedding = theirs[: len(own)].to(own)
-        yield Reading(
-            "embedding",
+        yield (
             "the target's embedding in place of the checkpoint's own",
             "leave embed_tokens.weight out of the checkpoint, so that the target's is used",
             shared,
         )
 
 
-def _head(base: Drafter, target: HFTarget) -> Iterator[Reading]:
+def _head(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
     rows = base.config.draft_vocab_size
     current = base.head_weight
     others = {
@@ -234,29 +211,26 @@ def _head(base: Drafter, target: HFTarget) -> Iterator[Reading]:
             continue
         reading = variant(base, lm_head=None)
         reading._shared_head = weight
-        yield Reading("head", name, remedy, reading)
+        yield name, remedy, reading
 
 
-def _vocabulary(base: Drafter) -> Iterator[Reading]:
+def _vocabulary(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
     if base.d2t is None:
         return
     order = torch.arange(len(base.d2t), device=base.d2t.device)
+    offsets, zeros = base.d2t - order, torch.zeros_like(base.d2t)
     for name, table, remedy in (
-        (
-            "d2t as target ids",
-            base.d2t - order,
-            "store offsets in d2t: d2t[i] = target id - i; it holds the ids themselves",
-        ),
-        ("draft ids as target ids", torch.zeros_like(base.d2t), "store zeros in d2t: draft ids are the target's own"),
+        ("d2t as target ids", offsets, "store offsets in d2t: d2t[i] = target id - i; it holds the ids themselves"),
+        ("draft ids as target ids", zeros, "store zeros in d2t: draft ids are the target's own"),
     ):
         ids = order + table
         if bool((ids >= 0).all() and (ids < base.target_vocab_size).all()) and not torch.equal(table, base.d2t):
             reading = variant(base)
             reading._buffers["d2t"] = table
-            yield Reading("vocabulary", name, remedy, reading)
+            yield name, remedy, reading
 
 
-def _norms(base: Drafter) -> Iterator[Reading]:
+def _norms(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator[Tried]:
     modules: dict[str, nn.Module | None] = {
         name: copy.deepcopy(getattr(base, name)) for name in ("layers", "norm", "hidden_norm")
     }
@@ -265,9 +239,18 @@ def _norms(base: Drafter) -> Iterator[Reading]:
         for name, parameter in root.named_parameters():
             if parameter.ndim == 1 and not name.endswith("bias"):
                 parameter.add_(1)
-    yield Reading(
-        "norm",
-        "1 added to every norm weight",
-        "the norms are stored as w - 1: add 1 to every norm weight",
-        variant(base, **modules),
-    )
+    remedy = "the norms are stored as w - 1: add 1 to every norm weight"
+    yield "1 added to every norm weight", remedy, variant(base, **modules)
+
+
+TOPICS: dict[str, Callable[[Drafter, HFTarget, Mapping[str, Any]], Iterator[Tried]]] = {
+    "taps": _taps,
+    "layout": _layout,
+    "mask": _masks,
+    "rope": _rope,
+    "causality": _causality,
+    "embedding": _embedding,
+    "head": _head,
+    "vocabulary": _vocabulary,
+    "norm": _norms,
+}
