@@ -119,11 +119,16 @@ def bias_lists(weights: MarkovWeights, k: int, rows: int = 256) -> torch.Tensor 
     """
     if weights.kind != "vanilla" or weights.w1 is None:
         return None
-    words = []
+    words, selection = [], None
     for features in weights.w1.split(rows):
         bias = bias_ref(weights, features.float())
         assert isinstance(bias, torch.Tensor), "a vanilla head has W2"
-        values, columns = bias.topk(k // 2, dim=-1)
+        if bias.is_cuda:  # the same on every rank, also among equals
+            selection = Selection(bias[:, None], k // 2) if selection is None else selection
+            select_candidates(bias[:, None], selection)
+            columns, values = selection.columns[: len(bias), 0], selection.values[: len(bias), 0]
+        else:
+            columns, values = (x[:, 0] for x in candidates_ref(bias[:, None], k // 2))
         words.append(values.view(torch.int32).long() << 32 | columns)
     return torch.cat(words)
 

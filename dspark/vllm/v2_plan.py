@@ -4,9 +4,10 @@
                            "rejection_sample_method": "standard", "dspark_draft_topk": 64}'
     --additional-config  '{"dspark": {"w2": "fp8"}}'
 
-`dspark_draft_topk` is vLLM's own field: the Markov head corrects the k best base logits of each row, and q has k
-entries. It is kept as such here, and vLLM's dense cache [max requests, K, vocabulary] is given back. Our own options
-stand in vLLM's `additional_config`, under "dspark":
+`dspark_draft_topk` is vLLM's own field: the Markov head corrects k candidates of each row, and q has k entries. With a
+vanilla head half of them are the best base logits and half the tokens of largest bias after the previous one, with
+another head all are the best base logits. q is kept as such here, and vLLM's dense cache [max requests, K, vocabulary]
+is given back. Our own options stand in vLLM's `additional_config`, under "dspark":
 
     w2            "checkpoint", or "fp8": the Markov head's W2 in 8 bits with a scale per row. Drafts change a little,
                   the law of the output does not
@@ -285,7 +286,7 @@ def describe(plan: Plan, *, path: str, plugin: str, vllm: str, kernels: str, cal
     markov = "none" if drafter.markov_kind == "none" else f"{drafter.markov_kind} (rank {drafter.markov_rank})"
     confidence = drafter.confidence + (", calibrated" if calibrated else "")
     layout = "anchor-first" if drafter.anchor_first else "1+N"
-    candidates = "whole vocabulary" if plan.topk is None else f"the {plan.topk} best base logits"
+    candidates = "whole vocabulary" if plan.topk is None else f"{plan.topk} candidates"
     q = "one-hot q" if not plan.probabilistic else ("sparse q" if plan.sparse else "dense q")
     drafting = "probabilistic" if plan.probabilistic else "greedy"
     chain = kernels or ("PyTorch" if plan.chain == "reference" else "vLLM's loop")
