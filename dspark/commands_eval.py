@@ -14,7 +14,7 @@ from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings
 from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.compare import Comparison, compare_runs, load_run, load_runs
-from dspark.evals.folder import REPORT_FILE, write_report
+from dspark.evals.document import REPORT_FILE, write_report
 from dspark.evals.records import SETTINGS_FILE
 from dspark.evals.report import format_comparison, number
 from dspark.evals.run import OpenRun, open_run

@@ -18,7 +18,7 @@ _HOME = {
     "measure_acceptance": "acceptance",
     "open_run": "run",
     "packaged_datasets": "datasets",
-    "write_report": "folder",
+    "write_report": "document",
 }
 __all__ = sorted(_HOME)
 

@@ -222,13 +222,11 @@ def acceptance_statistics(
 
 def _request_counts(requests: Sequence[Sequence[StepRecord]]) -> np.ndarray:
     """Steps, committed tokens, offered and accepted drafts of each request: [num_requests, 4]."""
-    counts = [[len(steps), sum(s.num_committed for s in steps), *_sum_counts(steps)] for steps in requests]
-    return np.array(counts, dtype=np.float64).reshape(len(requests), 4)
-
-
-def _sum_counts(steps: Sequence[StepRecord]) -> tuple[int, int]:
-    pairs = [judged_counts(step) for step in steps]
-    return sum(offered for offered, _ in pairs), sum(accepted for _, accepted in pairs)
+    counts = np.zeros((len(requests), 4))
+    for row, steps in zip(counts, requests, strict=True):
+        for step in steps:
+            row += (1, step.num_committed, *judged_counts(step))
+    return counts
 
 
 def _lengths(requests: Sequence[Sequence[StepRecord]]) -> np.ndarray:

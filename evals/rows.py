@@ -9,7 +9,7 @@ import numpy as np
 
 from dspark.evals.acceptance import Acceptance, acceptance_statistics, measure_acceptance, tail_repeats
 from dspark.evals.records import RequestRecord
-from dspark.evals.stats import Bootstrap, Estimate, Statistic, macro_mean
+from dspark.evals.stats import Bootstrap, Estimate, macro_mean
 
 PLAIN = "plain decoding"
 
@@ -129,9 +129,7 @@ def make_macro_row(sets: Sequence[Sequence[RequestRecord]]) -> MacroRow:
     statistics = [acceptance_statistics([record.steps for record in records]) for records in sets]
 
     def mean(name: str) -> tuple[Estimate, ...]:
-        depth = max(_width(part[name], len(records)) for part, records in zip(statistics, sets, strict=True))
-        parts = [(len(records), _widened(part[name], depth)) for part, records in zip(statistics, sets, strict=True)]
-        return tuple(macro_mean(parts))
+        return tuple(macro_mean([(len(records), part[name]) for part, records in zip(statistics, sets, strict=True)]))
 
     return MacroRow(
         temperature=sets[0][0].temperature,
@@ -139,17 +137,3 @@ def make_macro_row(sets: Sequence[Sequence[RequestRecord]]) -> MacroRow:
         **{name: mean(name)[0] for name in ("tokens_per_step", "tokens_per_step_macro", "acceptance_rate", "ece")},
         **{name: mean(name) for name in ("unconditional", "conditional", "expected")},
     )
-
-
-def _width(statistic: Statistic, num_requests: int) -> int:
-    return statistic(np.ones((1, num_requests))).shape[1]
-
-
-def _widened(statistic: Statistic, depth: int) -> Statistic:
-    """Positions that a set never reached are undefined on it."""
-
-    def widened(weights: np.ndarray) -> np.ndarray:
-        figures = statistic(weights)
-        return np.pad(figures, ((0, 0), (0, depth - figures.shape[1])), constant_values=np.nan)
-
-    return widened

@@ -19,7 +19,7 @@ from dspark.drafter import Drafter
 from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.compare import Run, compare_runs
 from dspark.evals.datasets import Dataset, PromptFormat, load_datasets, resolve_prompt_format
-from dspark.evals.folder import write_results
+from dspark.evals.document import write_results
 from dspark.evals.records import RecordStore, Request, list_requests
 from dspark.evals.rows import NOT_TIMED, ResultRow, Timing
 from dspark.evals.settings import EvalSettings, describe_run

@@ -122,17 +122,22 @@ def macro_mean(parts: Sequence[tuple[int, Statistic]]) -> list[Estimate]:
     """Plain means over data sets, whatever their sizes.
 
     Args:
-        parts: number of requests and statistic of each data set, all with the same m figures.
+        parts: number of requests and statistic of each data set; one with fewer than m figures lacks the last ones.
 
     Returns:
         m estimates. Each set is resampled by itself (a stratified bootstrap); a figure that is undefined on one set is
         undefined.
     """
     draws = [Bootstrap(num_requests, seed=SEED + 1 + i) for i, (num_requests, _) in enumerate(parts)]
-    values = np.mean([statistic(np.ones((1, n)))[0] for n, statistic in parts], axis=0)
-    resampled = np.mean([statistic(draw.weights) for draw, (_, statistic) in zip(draws, parts, strict=True)], axis=0)
+    figures = [
+        statistic(np.vstack([np.ones((1, draw.num_requests)), draw.weights]))
+        for draw, (_, statistic) in zip(draws, parts, strict=True)
+    ]
+    widest = max(part.shape[1] for part in figures)
+    padded = [np.pad(part, ((0, 0), (0, widest - part.shape[1])), constant_values=np.nan) for part in figures]
+    values, resampled = np.split(np.mean(padded, axis=0), [1])
     fewest = min(draws, key=lambda draw: draw.num_requests)  # one request in a set: no spread can be seen
-    return [fewest.estimate(value, column) for value, column in zip(values, resampled.T, strict=True)]
+    return [fewest.estimate(value, column) for value, column in zip(values[0], resampled.T, strict=True)]
 
 
 def divide(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:

@@ -12,26 +12,29 @@ LAYERS = 4
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
-def tiny_target(vocab_size=16, family="llama", seed=0, dtype=torch.float64, max_positions=256, spread=3.0) -> HFTarget:
-    """A random causal LM. `spread` scales the head, so that the distributions are neither flat nor one-hot."""
+def tiny_target(
+    vocab_size=16, family="llama", seed=0, dtype=torch.float64, max_positions=256, spread=3.0, **changes
+) -> HFTarget:
+    """A random causal LM. `spread` scales the head, so that the distributions are neither flat nor one-hot; `changes`
+    replace fields of its configuration."""
     config_class, model_class = FAMILIES[family]
     torch.manual_seed(seed)
-    config = config_class(
-        vocab_size=vocab_size,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-        initializer_range=0.3,
-    )
-    model = model_class(config).to(dtype)
+    fields = {
+        "vocab_size": vocab_size,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "initializer_range": 0.3,
+    }
+    model = model_class(config_class(**fields | changes)).to(dtype)
     with torch.no_grad():
         model.lm_head.weight.mul_(spread)
     return HFTarget(model)

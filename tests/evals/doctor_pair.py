@@ -9,47 +9,28 @@ rows apart. Weights are stored in tests/golden/doctor, in float32. To make them 
 """
 
 import json
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from dspark.config import DrafterConfig, LayerConfig, RopeConfig
+sys.path.insert(0, str(Path(__file__).parent.parent / "dspark"))  # where this file is run as a program
+
+import pairs
+from pairs import LAYERS, tiny_target
+
+from dspark.config import DrafterConfig, RopeConfig
+from dspark.convert_config import to_deepspec
 from dspark.drafter import Drafter
+from dspark.families import Findings
 from dspark.target import HFTarget
 
 FOLDER = Path(__file__).parent.parent / "golden" / "doctor"
 WORDS, VOCAB, MASK, DISTANCE, SAME = 24, 40, 39, 3, 0.85
-HIDDEN, LAYERS, BLOCK = 32, 4, 5
-DRAFTER_JSON = {
-    "architectures": ["Qwen3DSparkModel"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "block_size": BLOCK,
-    "confidence_head_with_markov": True,
-    "enable_confidence_head": True,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 64,
-    "layer_types": ["full_attention", "full_attention"],
-    "markov_head_type": "vanilla",
-    "markov_rank": 8,
-    "mask_token_id": MASK,
-    "max_position_embeddings": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "num_target_layers": LAYERS,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    "sample_from_anchor": True,
-    "target_layer_ids": [0, 2],
-    "tie_word_embeddings": False,
-    "vocab_size": VOCAB,
-}
+BLOCK = 5
 
 
 def sample_language(num_texts: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -63,25 +44,8 @@ def sample_language(num_texts: int, length: int, generator: torch.Generator) -> 
 
 def target_model(seed: int = 0) -> LlamaForCausalLM:
     """The target before training."""
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=64,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=8,
-            max_position_embeddings=256,
-            rope_theta=100.0,
-            tie_word_embeddings=False,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
-            initializer_range=0.2,
-        )
-    )
+    changes = {"intermediate_size": 64, "num_key_value_heads": 4, "rope_theta": 100.0, "initializer_range": 0.2}
+    return tiny_target(VOCAB, seed=seed, dtype=torch.float32, spread=1.0, **changes).model
 
 
 def stored_target() -> HFTarget:
@@ -99,7 +63,9 @@ def stored_drafter() -> dict[str, torch.Tensor]:
 def write_drafter(folder: Path, weights: dict[str, torch.Tensor], **changes) -> Path:
     """A checkpoint folder; `changes` replace fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**DRAFTER_JSON, **changes}))
+    raw = to_deepspec(drafter_config(), torch.float32, Findings())
+    del raw["rope_theta"]  # a second place, which `changes` would have to know
+    (folder / "config.json").write_text(json.dumps({**raw, **changes}))
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
     return folder
 
@@ -122,30 +88,16 @@ def train_target(steps: int = 1200) -> LlamaForCausalLM:
 
 
 def drafter_config() -> DrafterConfig:
-    """The record of `DRAFTER_JSON`."""
-    raw = DRAFTER_JSON
-    return DrafterConfig(
+    """The record of the trained drafter."""
+    return pairs.drafter_config(
+        VOCAB,
         family="DeepSpec Qwen3",
-        hidden_size=HIDDEN,
         intermediate_size=64,
-        num_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=8,
-        vocab_size=VOCAB,
-        draft_vocab_size=VOCAB,
         block_size=BLOCK,
-        anchor_first=True,
         mask_token_id=MASK,
-        tap_ids=tuple(layer + 1 for layer in raw["target_layer_ids"]),
-        target_hidden_size=HIDDEN,
         rope=RopeConfig(100.0),
-        layers=(LayerConfig(),) * 2,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=256,
-        markov_kind="vanilla",
-        markov_rank=8,
-        confidence="hidden+markov",
+        num_target_layers=LAYERS,
     )
 
 

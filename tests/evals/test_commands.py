@@ -14,7 +14,7 @@ from dspark.checkpoint import load_drafter
 from dspark.cli import main
 from dspark.confidence import CALIBRATION_FILE
 from dspark.default import TARGET_VARIABLE
-from dspark.evals import folder as folder_module
+from dspark.evals import document
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def no_plots_and_no_named_target(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(folder_module, "plots_available", lambda: False)
+    monkeypatch.setattr(document, "plots_available", lambda: False)
     monkeypatch.delenv(TARGET_VARIABLE, raising=False)
 
 

@@ -9,7 +9,7 @@ from runs import coin_run, record, write_run
 from step_records import step
 
 from dspark.evals.compare import Run, compare_runs, load_runs, paired_differences
-from dspark.evals.folder import write_results
+from dspark.evals.document import write_results
 from dspark.evals.rows import make_macro_row
 
 

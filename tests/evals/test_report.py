@@ -9,9 +9,9 @@ import pytest
 from runs import coin_run, record
 from step_records import step
 
-from dspark.evals import folder as folder_module
+from dspark.evals import document
 from dspark.evals.compare import Run, compare_runs
-from dspark.evals.folder import write_report
+from dspark.evals.document import write_report
 from dspark.evals.report import format_comparison, format_table
 from dspark.evals.stats import Estimate
 
@@ -22,13 +22,13 @@ needs_matplotlib = pytest.mark.skipif(
 
 def page(folder, comparison) -> str:
     """report.md without drawing anything."""
-    folder_module.write_report(folder, comparison)
+    document.write_report(folder, comparison)
     return (folder / "report.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def without_matplotlib(monkeypatch):
-    monkeypatch.setattr(folder_module, "plots_available", lambda: False)
+    monkeypatch.setattr(document, "plots_available", lambda: False)
 
 
 def rows_of_table(text, title):
