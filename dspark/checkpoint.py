@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -142,22 +141,19 @@ def stored_dtype(tensors: NamedTensors, findings: Findings) -> torch.dtype:
     return DTYPES[main]
 
 
-def read_tensor(source: TensorSource, opened: Any) -> torch.Tensor:
-    """One canonical tensor from its open file: the whole stored tensor, or its rows of a fused one."""
-    if source.start is None:
-        return opened.get_tensor(source.stored.name)
-    return opened.get_slice(source.stored.name)[source.start : source.start + source.shape[0]]
-
-
 def read_tensors(sources: Mapping[str, TensorSource], device: torch.device) -> Iterable[tuple[str, torch.Tensor]]:
-    """Canonical tensors one after another, on `device`, each file opened once."""
+    """Canonical tensors one after another, on `device`, each file opened once; of fused ones their rows."""
     with ExitStack() as stack:
         opened = {
             file: stack.enter_context(safe_open(file, framework="pt", device=str(device)))
             for file in sorted({source.stored.file for source in sources.values()})
         }
         for name, source in sources.items():
-            yield name, read_tensor(source, opened[source.stored.file])
+            file, start = opened[source.stored.file], source.start
+            if start is None:
+                yield name, file.get_tensor(source.stored.name)
+            else:
+                yield name, file.get_slice(source.stored.name)[start : start + source.shape[0]]
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:

@@ -13,6 +13,11 @@ from dspark.families.fields import Fields
 from dspark.families.findings import Findings, refusal
 from dspark.families.names import NamedTensors
 
+OWNED = {
+    "has_embed_tokens": "embed_tokens.weight",
+    "has_lm_head": "lm_head.weight",
+    "enable_confidence_head": "confidence_head.proj.weight",
+}
 WRONG_IDS = "Drafts would be proposed under the wrong token ids."
 
 
@@ -30,14 +35,14 @@ def read_draft_vocab_size(fields: Fields, tensors: NamedTensors, vocab_size: int
 
 
 def check_ownership(raw: Mapping[str, Any], tensors: NamedTensors) -> None:
-    """Refuse a config that says a matrix is shipped when it is not, or the reverse."""
-    for key, name in (("has_embed_tokens", "embed_tokens.weight"), ("has_lm_head", "lm_head.weight")):
+    """Refuse a config that says a part is shipped when it is not, or the reverse."""
+    for key, name in OWNED.items():
         stated, present = Fields.of(raw).flag(key), name in tensors.sources
         if stated is not None and stated.value != present:
             raise refusal(
                 f"{stated} but {name} is {'present' if present else 'missing'}",
                 "config and tensors to agree",
-                "The drafter would use the target's matrix in place of its own, or the reverse.",
+                "The target's matrix, no head or random weights would stand in for the drafter's own, or the reverse. "
                 "Fetch the complete checkpoint or correct the config.",
             )
 

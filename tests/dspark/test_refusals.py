@@ -202,14 +202,14 @@ REFUSALS = {
         DEEPSPEC,
         {},
         drop("confidence_head.proj.weight", "confidence_head.proj.bias"),
-        ["confidence head enabled but confidence_head.proj.weight missing"],
+        ["enable_confidence_head=True but confidence_head.proj.weight is missing"],
     ),
     "confidence-without-bias": (DEEPSPEC, {}, drop("confidence_head.proj.bias"), ["missing confidence_head.proj.bias"]),
     "confidence-disabled-but-present": (
         DEEPSPEC,
         {"enable_confidence_head": False},
         keep,
-        ["enable_confidence_head=False but the file has confidence_head.proj.weight"],
+        ["enable_confidence_head=False but confidence_head.proj.weight is present"],
     ),
     "confidence-width-against-the-flag": (
         DEEPSPEC,
