@@ -6,11 +6,18 @@ For request b and draft i = 0..K-1, with prev the anchor and then the token just
     e         = W1[prev]
     features  = e, or those of the gated or recurrent head (`dspark.heads`), in the dtype of W1
     logits_i  = round((base_i + W2 features) logit_scale)       rounded to the dtype of the logits cache
-    token_i   = argmax_v  logits_i[v] log2(e) / T - log2(E_v)   greedy requests (T = 0): argmax_v logits_i[v]
+    token_i   = a draw from softmax(logits_i / T); greedy requests (T = 0): the lowest column of the largest logit
 
-with E_v the unit exponential of token id v at the draft's position, as `draft_noise` has it. That is the exponential
-race argmin E / p of p = softmax(logits / T), without its normaliser. Of equal keys the lowest id wins. The
-token is drawn from the *rounded* logits, the very numbers in the cache, because verification computes q from them.
+The draw has two levels, those of `dspark.sampling.streams.sample_in_groups`. In base-2 logarithms, with x = logits
+log2(e) / T, and groups of GROUP consecutive columns:
+
+    mass_g    = log2(sum over the group of 2^x)
+    group     = argmax_g  mass_g - log2(E_g), the lowest among equals; E_g a unit exponential
+    column    = the first of the group at which the sum of 2^(x - mass) exceeds u, u uniform
+
+The group is drawn with probability 2^mass_g / sum(2^mass), the column with 2^(x - mass_g). An element costs a sum of
+exponentials, which the normaliser takes anyway, and no noise. The logits are those *rounded* ones that are in the
+cache, because verification computes q from them.
 
 Arithmetic is float32 throughout: a bias is not rounded before it is added, and the recurrent state is not rounded
 between steps, where the modules in `dspark.heads` round both to the model's dtype.
@@ -24,9 +31,10 @@ from typing import Literal
 import torch
 
 from dspark.kernels.markov_device import MAX_ID
-from dspark.kernels.philox import WORD, philox_at
+from dspark.kernels.philox import WORD, philox_at, philox_rows
 
 LOG2E = 1.4426950408889634
+GROUP = 32  # columns that share one number in the draw of a draft
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
@@ -195,8 +203,8 @@ def chain_ref(
         out: as `ChainOutput`.
 
     Returns:
-        [B, K] float32: by how much the drawn token's key exceeds the runner-up's. A draw with a gap of the order of
-        a key's rounding could go either way on another device.
+        [B, K] float32: how far each draw is from another outcome, as `draw_ref` has it. One with a lead of the order
+        of rounding could go either way on another device.
 
     Source: this module's docstring.
     """
@@ -205,22 +213,23 @@ def chain_ref(
     rows = torch.arange(len(previous), device=base.device) if requests.cache_rows is None else requests.cache_rows
     columns = None if out.cache is None else cache_columns(weights, out.cache)
     state = initial_state(weights, requests)
-    gaps = []
+    leads = []
     for i in range(base.shape[1]):
         row_hidden = None if hidden is None else hidden[:, i].float()
         embedded = None if weights.w1 is None else weights.w1[previous].float()
         features, state = features_ref(weights, embedded, row_hidden, state)
         logits = (base[:, i].float() + bias_ref(weights, features)) * weights.logit_scale
         stored = logits.to(base.dtype if out.cache is None else out.cache.dtype)
-        previous, gap = race_ref(stored, requests, i, weights.target_ids)
-        gaps.append(gap)
+        column, lead = draw_ref(stored, requests, i)
+        previous = column if weights.target_ids is None else weights.target_ids[column]
+        leads.append(lead)
         if out.cache is not None and columns is not None:
             out.cache[rows[live], i] = out.cache[rows[live], i].index_copy(1, columns, stored[live])
         out.tokens[live, i] = previous[live]
         out.lse[live, i] = lse_ref(stored, requests.temperature)[live]
         if out.confidence is not None:
             out.confidence[live, i] = confidence_ref(weights, row_hidden, embedded)[live]
-    return torch.stack(gaps, dim=1)
+    return torch.stack(leads, dim=1)
 
 
 def cache_columns(weights: MarkovWeights, cache: torch.Tensor) -> torch.Tensor:
@@ -271,31 +280,50 @@ def bias_ref(weights: MarkovWeights, features: torch.Tensor | None) -> torch.Ten
 
 def draft_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Unit exponentials [B, n] float32 of target ids [B, n] for the draft at positions [B], under seeds [B]: those of
-    `dspark.sampling.Streams` for purpose DRAFT, bit for bit.
+    `dspark.sampling.Streams` for purpose DRAFT, bit for bit. Drafts from candidates are drawn with them.
 
     E = -log1p(-u), with u in the middle of the cell of a random word: word id % 4 of the Philox output for counter
     (id // 4, position, 0, 0).
     """
+    return _exponential(philox_at(*_rows(seeds, positions, 0), ids.contiguous()))
+
+
+def draw_noise(seeds: torch.Tensor, positions: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unit exponentials [B, num_groups] and uniform numbers [B] float32 of a draw over the whole draft vocabulary:
+    words of counters (group // 4, position, 0, 2) and (0, position, 0, 1). Those of `dspark.sampling.Streams`, the
+    uniform number rounded.
+    """
+    noise = _exponential(philox_rows(*_rows(seeds, positions, 2), num_groups))
+    return noise, _cells(philox_rows(*_rows(seeds, positions, 1), 1))[:, 0]
+
+
+def _rows(seeds: torch.Tensor, positions: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Philox rows of purpose DRAFT, which is 0."""
     key = torch.stack([seeds & WORD, seeds >> 32 & WORD], -1)
-    zeros = torch.zeros_like(positions)  # purpose DRAFT, and the kind of numbers that belong to token ids
-    words = philox_at(key, torch.stack([positions, zeros, zeros], -1), ids.contiguous())
-    u = (words.float() + 0.5) * 2.0**-32
-    return -torch.log1p(-u.clamp_max(1 - 2.0**-24))  # the top cells would round to u = 1, and E to infinity
+    return key, torch.stack([positions, torch.zeros_like(positions), torch.full_like(positions, kind)], -1)
+
+
+def _cells(words: torch.Tensor) -> torch.Tensor:
+    """Middles of the cells of random words, float32 below 1: the top cells would round to 1."""
+    return ((words.float() + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
+
+
+def _exponential(words: torch.Tensor) -> torch.Tensor:
+    return -torch.log1p(-_cells(words))
 
 
 def race_ref(
     stored: torch.Tensor, requests: ChainRequests, step: int, target_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Winners [B] int64 (target ids) of stored logits [B, n] at draft `step`, and their lead over the runner-up [B].
+    """The draw from candidates. Winners [B] int64 (target ids) of the race of stored logits [B, n] at draft `step`,
+    argmax logits log2(e) / T - log2(E), and their lead over the runner-up [B]. Of equal keys the lowest id wins.
 
     target_ids: [n] or [B, n], ids of the columns; None if column v is token v.
     """
     batch, width = stored.shape
     ids = torch.arange(width, device=stored.device) if target_ids is None else target_ids
     ids = ids.expand(batch, width)
-    logits, temperature = stored.float(), requests.temperature[:, None]
-    noisy = temperature > 0
-    keys = logits * torch.where(noisy, LOG2E / temperature.clamp_min(1e-30), 1.0)
+    keys, noisy = scaled(stored, requests.temperature)
     if noisy.any():
         noise = draft_noise(requests.seeds, requests.positions + step, ids)
         keys = torch.where(noisy, keys - torch.log2(noise), keys)
@@ -303,6 +331,38 @@ def race_ref(
     tokens = ids.masked_fill(keys < best, MAX_ID + 1).amin(-1)
     others = keys.masked_fill(ids == tokens[:, None], float("-inf"))
     return tokens, (best - others.amax(-1, keepdim=True))[:, 0]
+
+
+def scaled(stored: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [B, n] as base-2 logarithms of weights at temperatures [B], unscaled where T = 0; and [B, 1], T > 0."""
+    noisy = (temperature > 0)[:, None]
+    return stored.float() * torch.where(noisy, LOG2E / temperature.clamp_min(1e-30)[:, None], 1.0), noisy
+
+
+def draw_ref(stored: torch.Tensor, requests: ChainRequests, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The draw over the whole draft vocabulary, as the module has it. Columns [B] int64 of stored logits [B, n] at
+    draft `step`, and leads [B]: of the group's key over the runner-up's, or of u from where another column begins,
+    whichever is less; infinite for greedy requests.
+    """
+    x, noisy = scaled(stored, requests.temperature)
+    num_groups = -(-x.shape[1] // GROUP)
+    x = torch.nn.functional.pad(x, (0, num_groups * GROUP - x.shape[1]), value=float("-inf"))
+    if not noisy.any():
+        return x.argmax(-1), torch.full_like(requests.temperature, float("inf"))
+    noise, u = draw_noise(requests.seeds, requests.positions + step, num_groups)
+    grouped = x.unflatten(-1, (num_groups, GROUP))
+    peak = grouped.amax(-1)
+    mass = peak + torch.log2(torch.exp2(grouped - peak.clamp_min(-3e38)[..., None]).sum(-1))
+    keys = mass - torch.log2(noise)
+    group = keys.argmax(-1, keepdim=True)
+    lead = (keys.gather(-1, group) - keys.scatter(-1, group, float("-inf")).amax(-1, keepdim=True))[:, 0]
+    chosen = grouped.gather(1, group[..., None].expand(-1, 1, GROUP))[:, 0]
+    weights = torch.exp2(chosen - mass.gather(-1, group))
+    reached = weights.cumsum(-1) / weights.sum(-1, keepdim=True)
+    column = group[:, 0] * GROUP + ((reached > u[:, None]) & (weights > 0)).int().argmax(-1)
+    inner = torch.where((weights > 0) & (reached < reached[:, -1:]), (reached - u[:, None]).abs(), float("inf"))
+    lead = torch.minimum(lead, inner.amin(-1)).masked_fill(~noisy[:, 0], float("inf"))
+    return torch.where(noisy[:, 0], column, x.argmax(-1)), lead
 
 
 def lse_ref(stored: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

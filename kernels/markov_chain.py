@@ -1,5 +1,8 @@
 """Launching the dense chain: its workspace, and the one public function. How it is cut is `markov_plan`'s.
 
+Heads without a joint projection draft in one launch. The features of gated and recurrent ones cost a matrix product
+at every step: there a step is two launches, the features and one step of the same chain.
+
 See `dspark.kernels.markov.chain_ref` for what is computed and `dspark.kernels.markov_dense` for how.
 """
 
@@ -8,13 +11,11 @@ from functools import partial
 import torch
 
 from dspark.kernels import triton
-from dspark.kernels.markov import FP8, ChainOutput, ChainRequests, MarkovWeights, initial_state
-from dspark.kernels.markov_dense import _advance_kernel, _step_kernel
+from dspark.kernels.markov import FP8, GROUP, ChainOutput, ChainRequests, MarkovWeights, initial_state
 from dspark.kernels.markov_device import MAX_ID
-from dspark.kernels.markov_features import hidden_products
-from dspark.kernels.markov_held import _held_chain_kernel
+from dspark.kernels.markov_features import _features_kernel, hidden_products
 from dspark.kernels.markov_persistent import _chain_kernel
-from dspark.kernels.markov_plan import DensePlan
+from dspark.kernels.markov_plan import FEW, DensePlan
 
 
 class DenseWorkspace:
@@ -26,42 +27,39 @@ class DenseWorkspace:
     Args:
         weights: the head.
         base: [B, K, D] logits before the bias, or a tensor of that shape, dtype and device.
-        persistent: one launch for all steps; None takes it where the head and the device allow it.
-        num_programs: upper bound of the vocabulary's programs; None takes what the device holds at once.
+        num_programs: upper bound of the programs; None takes what the device holds at once.
     """
 
-    def __init__(
-        self,
-        weights: MarkovWeights,
-        base: torch.Tensor,
-        *,
-        persistent: bool | None = None,
-        num_programs: int | None = None,
-    ) -> None:
-        self.plan = DensePlan.choose(weights, base, persistent, num_programs)
-        batch, steps, _ = base.shape
+    def __init__(self, weights: MarkovWeights, base: torch.Tensor, *, num_programs: int | None = None) -> None:
+        self.plan = DensePlan.choose(weights, base, num_programs)
+        batch, steps, columns = base.shape
         plan, device = self.plan, base.device
-        parts = plan.num_parts
-        rows = batch if not plan.persistent else plan.block_b * plan.num_blocks
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.words = zeros(2 if plan.persistent else 1, parts, rows, dtype=torch.int64)
-        if plan.persistent:
-            self.masses = zeros(steps, parts, rows, dtype=torch.int64)
-        else:
-            self.masses = zeros(parts, rows, dtype=torch.float32)
-        programs = parts * plan.num_blocks
-        self.epochs = torch.ones(programs, dtype=torch.int32, device=device)
-        self.scratch = zeros(programs, plan.block_b, dtype=torch.int32)
+        parts, blocks = plan.num_parts, plan.num_blocks
+        self.polled = triton.next_power_of_2(batch) if plan.block_b == FEW else plan.block_b
+        self.words = zeros(2, blocks, self.polled, parts, dtype=torch.int64)
+        self.winners = zeros(2, blocks, plan.block_b, dtype=torch.int64)
+        self.masses = zeros(blocks, steps, plan.block_b, parts, dtype=torch.int64)
+        groups = plan.tiles_each * plan.tile // GROUP
+        self.groups = zeros(blocks * parts, groups, plan.block_b, dtype=torch.float32)
+        self.epochs = torch.ones(blocks * parts, dtype=torch.int32, device=device)
         rank = max(weights.rank, 1)
+        curved = weights.joint_weight is not None
         dtype = base.dtype if weights.w1 is None else weights.w1.dtype
-        self.features = zeros(batch, rank, dtype=dtype)
+        self.features = zeros(batch if curved else 1, rank, dtype=dtype)
         self.state = zeros(batch, rank, dtype=torch.float32)
-        needs_products = weights.joint_weight is not None
-        self.products = zeros(batch, steps, 3 * rank, dtype=torch.float32) if needs_products else self.state
-        self.shape = tuple(base.shape)
+        self.products = zeros(batch, steps, 3 * rank, dtype=torch.float32) if curved else self.state
+        self.shape = (batch, steps, columns)
+        self._logits: torch.Tensor | None = None
+
+    def logits(self, base: torch.Tensor) -> torch.Tensor:
+        """Logits [B, K, D] of one step at a time, where none are kept: a draw reads its group's back."""
+        if self._logits is None:
+            self._logits = torch.empty_like(base[:, :1])
+        return self._logits.expand_as(base)
 
 
 def dense_chain(
@@ -74,7 +72,7 @@ def dense_chain(
 ) -> None:
     """Draft K tokens for each request over the whole draft vocabulary; fills `out`.
 
-    No host synchronisation and no allocation: a CUDA graph can capture it after one call that compiles the kernels.
+    No host synchronisation, and no allocation after the first call: a CUDA graph can capture it then.
 
     Args:
         weights: the head.
@@ -90,19 +88,16 @@ def dense_chain(
     Source: `chain_ref`.
     """
     _check(weights, base, hidden, out, workspace)
-    plan = workspace.plan
-    if plan.persistent:
-        _launch_persistent(weights, base, hidden, requests, out, workspace)
+    if weights.joint_weight is None:
+        _launch_chain(weights, base, hidden, requests, out, workspace, 0, base.shape[1])
         return
     state = initial_state(weights, requests)
     if state is not None:
         workspace.state.copy_(state)
-    if weights.joint_weight is not None:
-        _project_hidden(weights, hidden, workspace)
-    for step in range(base.shape[1] + 1):
-        _launch_advance(weights, hidden, requests, out, workspace, step)
-        if step < base.shape[1]:
-            _launch_step(weights, base, requests, out, workspace, step)
+    _project_hidden(weights, hidden, workspace)
+    for step in range(base.shape[1]):
+        _launch_features(weights, hidden, requests, out, workspace, step)
+        _launch_chain(weights, base, None, requests, out, workspace, step, 1)
 
 
 def _check(
@@ -176,65 +171,7 @@ def packs(base: torch.Tensor, cache: torch.Tensor, scattered: bool) -> bool:
     )
 
 
-def _race_arguments(weights: MarkovWeights, base: torch.Tensor, out: ChainOutput, plan: DensePlan) -> dict[str, object]:
-    """Compile-time arguments of a race."""
-    stored = base if out.cache is None else out.cache
-    scattered = weights.target_ids is not None and stored.shape[-1] != base.shape[-1]
-    return {
-        "REDUCED": weights.target_ids is not None,
-        "WHOLE": base.shape[-1] % (4 * plan.block_g) == 0,
-        "SCALED": weights.logit_scale != 1.0,
-        "SCATTERED": scattered,
-        "PACKED": packs(base, stored, scattered),
-        "CACHE": dtype_name(stored.dtype),
-        "STORED": out.cache is not None,
-        "HAS_HEAD": weights.w2 is not None,
-        "FP8": weights.w2_scale is not None,
-        "RANK": weights.rank,
-        "BLOCK_R": triton.next_power_of_2(max(weights.rank, 16)),
-        "BLOCK_B": plan.block_b,
-        "BLOCK_G": plan.block_g,
-        "STRIDE": plan.stride,
-        "STAGES": plan.stages,
-        "num_warps": plan.num_warps,
-        "maxnreg": 65536 // 32 // plan.num_warps // plan.residents,  # so that the residents fit
-    }
-
-
-def _race_tensors(
-    weights: MarkovWeights, base: torch.Tensor, requests: ChainRequests, out: ChainOutput
-) -> tuple[torch.Tensor, ...]:
-    """Tensors every race reads; `base` stands in for those a variant doesn't have."""
-    return (
-        base, base if out.cache is None else out.cache,
-        base if weights.w2 is None else bytes_of(weights.w2),
-        base if weights.w2_scale is None else weights.w2_scale,
-        base if weights.target_ids is None else weights.target_ids,
-        requests.temperature, requests.seeds, requests.positions,
-        base if requests.cache_rows is None else requests.cache_rows,
-    )  # fmt: skip
-
-
-def _launch_step(
-    weights: MarkovWeights,
-    base: torch.Tensor,
-    requests: ChainRequests,
-    out: ChainOutput,
-    workspace: DenseWorkspace,
-    step: int,
-) -> None:
-    plan = workspace.plan
-    _step_kernel[(plan.num_parts, plan.num_blocks)](
-        *_race_tensors(weights, base, requests, out),
-        workspace.features, workspace.words, workspace.masses,
-        len(base), step, base.shape[-1], plan.num_tiles, plan.num_parts,
-        *base.stride()[:2], *(base if out.cache is None else out.cache).stride()[:2], weights.logit_scale,
-        HAS_ROWS=requests.cache_rows is not None,
-        **_race_arguments(weights, base, out, plan),
-    )  # fmt: skip
-
-
-def _launch_advance(
+def _launch_features(
     weights: MarkovWeights,
     hidden: torch.Tensor | None,
     requests: ChainRequests,
@@ -243,62 +180,59 @@ def _launch_advance(
     step: int,
 ) -> None:
     given = partial(pointer, placeholder=workspace.state)
-    joint, plan = weights.joint_weight, workspace.plan
-    _advance_kernel[(len(requests),)](
-        workspace.words, workspace.masses, out.tokens, out.lse, given(out.confidence), requests.anchors,
-        requests.temperature, given(requests.cache_rows), given(weights.w1), given(joint), workspace.products,
-        given(hidden), given(weights.confidence_weight), given(weights.confidence_bias),
+    joint = weights.joint_weight
+    assert weights.w1 is not None
+    assert joint is not None
+    assert hidden is not None
+    _features_kernel[(len(requests),)](
+        out.tokens, given(out.confidence), requests.anchors, given(requests.cache_rows), weights.w1, joint,
+        workspace.products, hidden, given(weights.confidence_weight), given(weights.confidence_bias),
         workspace.features, workspace.state,
-        len(requests), step, plan.num_parts,
-        *((0, 0, 0) if hidden is None else (*hidden.stride()[:2], hidden.shape[-1])),
-        0 if joint is None else joint.stride(0), weights.hidden_size,
-        STEPS=out.tokens.shape[1], HAS_ROWS=requests.cache_rows is not None, KIND=weights.kind,
-        CONFIDENCE=confidence_kind(weights, hidden),
-        FEATURES="fp32" if weights.w1 is None else dtype_name(weights.w1.dtype),
+        step, out.tokens.shape[1], *hidden.stride()[:2], hidden.shape[-1], joint.stride(0), weights.hidden_size,
+        HAS_ROWS=requests.cache_rows is not None, KIND=weights.kind, CONFIDENCE=confidence_kind(weights, hidden),
+        FEATURES=dtype_name(weights.w1.dtype),
         RANK=weights.rank, BLOCK_R=triton.next_power_of_2(max(weights.rank, 16)), BLOCK_H=1024,
-        BLOCK_V=triton.next_power_of_2(plan.num_parts),
     )  # fmt: skip
 
 
-def _launch_persistent(
+def _launch_chain(
     weights: MarkovWeights,
     base: torch.Tensor,
     hidden: torch.Tensor | None,
     requests: ChainRequests,
     out: ChainOutput,
     workspace: DenseWorkspace,
+    first_step: int,
+    steps: int,
 ) -> None:
     given = partial(pointer, placeholder=workspace.state)
-    plan = workspace.plan
-    race = _race_arguments(weights, base, out, plan)
-    tensors = (
-        *_race_tensors(weights, base, requests, out),
-        given(weights.w1), requests.anchors, given(hidden), given(weights.confidence_weight),
-        given(weights.confidence_bias), out.tokens, out.lse, given(out.confidence),
-        workspace.words, workspace.masses, workspace.epochs, workspace.scratch,
-    )  # fmt: skip
-    sizes = (
-        *base.stride()[:2], *(base if out.cache is None else out.cache).stride()[:2], weights.logit_scale,
+    plan, w1 = workspace.plan, weights.w1
+    curved = weights.joint_weight is not None
+    cache = workspace.logits(base) if out.cache is None else out.cache
+    scattered = weights.target_ids is not None and cache.shape[-1] != base.shape[-1]
+    few = plan.block_b == FEW
+    groups = plan.tiles_each * plan.tile // GROUP
+    _chain_kernel[(plan.num_parts * plan.num_blocks,)](
+        base, cache, base if weights.w2 is None else bytes_of(weights.w2), given(weights.w2_scale),
+        given(weights.target_ids), requests.temperature, requests.seeds, requests.positions,
+        given(requests.cache_rows), given(w1), workspace.features if curved else given(w1), requests.anchors,
+        given(hidden), given(weights.confidence_weight), given(weights.confidence_bias),
+        out.tokens, out.lse, given(out.confidence),
+        workspace.words, workspace.winners, workspace.masses, workspace.groups, workspace.epochs,
+        len(base), first_step, base.shape[1], base.shape[-1], plan.num_spans, plan.num_parts, plan.tiles_each,
+        weights.logit_scale, *base.stride()[:2], *cache.stride()[:2],
         *((0, 0, 0) if hidden is None else (*hidden.stride()[:2], hidden.shape[-1])),
+        STEPS=steps, HAS_ROWS=requests.cache_rows is not None, CONFIDENCE=confidence_kind(weights, hidden),
+        BLOCK_H=1024, BLOCK_S=triton.next_power_of_2(steps), BLOCK_V=triton.next_power_of_2(plan.num_parts),
+        POLLED=workspace.polled, OWN=0 if few else triton.next_power_of_2(triton.cdiv(plan.block_b, plan.num_parts)),
+        W1_BYTES=w1.shape[1] * w1.element_size() if few and w1 is not None and not curved else 0,
+        REDUCED=weights.target_ids is not None, WHOLE=base.shape[-1] % (plan.tile * plan.span) == 0,
+        SCALED=weights.logit_scale != 1.0, SCATTERED=scattered, PACKED=packs(base, cache, scattered),
+        CACHE=dtype_name(cache.dtype), STORED=out.cache is not None, HAS_HEAD=weights.w2 is not None, GIVEN=curved,
+        FP8=weights.w2_scale is not None, RANK=weights.rank,
+        BLOCK_R=triton.next_power_of_2(max(weights.rank, 16)), BLOCK_B=plan.block_b, TILE=plan.tile, WARPS=plan.wide,
+        SPAN=plan.span, FOURS=triton.next_power_of_2(groups // 4), STAGES=plan.stages,
+        HELD=plan.held, FLAT=few and not plan.held and not curved, num_warps=plan.num_warps,
+        maxnreg=min(65536 // 32 // plan.num_warps // plan.residents, 255),  # so that the residents fit
+        launch_cooperative_grid=True,
     )  # fmt: skip
-    common = {
-        "STEPS": base.shape[1],
-        "HAS_ROWS": requests.cache_rows is not None,
-        "CONFIDENCE": confidence_kind(weights, hidden),
-        "BLOCK_H": 1024,
-        "BLOCK_S": triton.next_power_of_2(base.shape[1]),
-        "BLOCK_V": triton.next_power_of_2(plan.num_parts),
-        "launch_cooperative_grid": True,
-    }
-    if plan.held and len(base) == 1:
-        unused = ("WHOLE", "PACKED", "HAS_HEAD", "BLOCK_G", "STRIDE", "STAGES")
-        _held_chain_kernel[(plan.num_parts,)](
-            *tensors, len(base), base.shape[-1], plan.num_parts, *sizes,
-            HELD=triton.next_power_of_2(triton.cdiv(base.shape[-1], plan.num_parts)),
-            **common, **{name: value for name, value in race.items() if name not in unused},
-        )  # fmt: skip
-    else:
-        _chain_kernel[(plan.num_parts * plan.num_blocks,)](
-            *tensors, len(base), base.shape[-1], plan.num_tiles, plan.num_parts, *sizes,
-            POLLED_ROWS=plan.block_b, HELD=plan.held, FLAT=plan.block_b <= 16 and not plan.held, **common, **race,
-        )  # fmt: skip

@@ -1,18 +1,16 @@
-"""Device functions of the Markov chain: noise, the race of one vocabulary tile, features of a token.
+"""Device functions of the Markov chain: noise, tiles of logits in the order of tensor cores, words of a race.
 
-Columns are handled in groups of four, because one Philox output is the noise of four consecutive token ids: a tile is
-BLOCK_G groups, held as four [rows, BLOCK_G] blocks whose element g belongs to column 4 g + j.
+Columns are handled in fours: a tile of TILE columns is held as four blocks [rows, TILE / 4] whose element g belongs to
+column 4 g + j. A key of a race, in base-2 logarithms and float32, is
 
-A token's key in the race, in base-2 logarithms and float32, is
+    key = logits (log2(e) / T) - log2(E)        greedy rows: key = logits
 
-    key = logit * (log2(e) / T) - log2(E)        greedy rows: key = logit
-
-with E the unit exponential of `dspark.sampling.Streams`; the largest key wins, the lowest id among equals. The winner
-minimises E / p, as in `dspark.sampling.sample`. A race travels between thread blocks as one 64-bit word, so that the
-maximum of words is the winner:
+of a token, or of a group with its log2 mass in the place of the first term; E is a unit exponential of
+`dspark.sampling.Streams`. The largest key wins, the lowest number among equals. A race travels between thread blocks
+as one 64-bit word, so that the maximum of words is the winner:
 
     bits 63..32  the key as an integer of the same order
-    bits 31..8   2^24 - 1 - id, the complement of its 24 bits
+    bits 31..8   2^24 - 1 - number, the complement of its 24 bits
     bits 7..0    number of the step modulo 256, by which a reader sees that the word is this step's
 """
 
@@ -54,13 +52,19 @@ def fast_exp2(x):
 
 
 @triton.jit
+def cell(word):
+    """Middle of the cell of a random word, float32 below 1: the top cells would round to 1."""
+    return tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+
+
+@triton.jit
 def log2_exponential(word):
     """log2 of E / ln 2, E the unit exponential of a random word; relative error of E below 1e-6. The missing constant
     is the same in every key.
 
     E = -log1p(-u). Near u = 0, where winners come from, 1 - u has lost the digits of u, and a series is taken.
     """
-    u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+    u = cell(word)
     series = 0.43544932 * u + 0.24019349
     series = series * u + 0.36527038
     series = series * u + 0.48074908
@@ -83,18 +87,15 @@ def _wide_product(word, MULTIPLIER: tl.constexpr):
 
 
 @triton.jit
-def draft_words(counter, position, key_low, key_high, nothing):
-    """The four words of `philox4x32` at counter (counter, position, 0, 0), which is draft noise of token ids. Operands
-    may have size 1 along an axis; the first rounds then work on fewer numbers.
-
-    `nothing` is a 0 that the compiler can't know, from the loop's counter: otherwise it would keep the round keys of
-    every row in registers all through the loop, or spill them.
+def draft_words(counter, position, key_low, key_high, KIND: tl.constexpr):
+    """The four words of `philox4x32` at counter (counter, position, 0, KIND): numbers of purpose DRAFT. Operands may
+    have size 1 along an axis; the first rounds then work on fewer numbers.
     """
     zero = tl.zeros([1, 1], tl.uint32)
     if _INTERPRETED:
-        return philox4x32(counter, position, zero, zero, key_low, key_high)
+        return philox4x32(counter, position, zero, zero + KIND, key_low, key_high)
     else:
-        c0, c1, c2, c3, k0, k1 = counter, position, zero, zero, key_low + nothing, key_high + nothing
+        c0, c1, c2, c3, k0, k1 = counter, position, zero, zero + KIND, key_low, key_high
         for _ in tl.static_range(10):
             product0, product1 = _wide_product(c0, 0xD2511F53), _wide_product(c2, 0xCD9E8D57)
             c0, c1 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0, product1.to(tl.uint32)
@@ -104,16 +105,26 @@ def draft_words(counter, position, key_low, key_high, nothing):
 
 
 @triton.jit
-def noise_of_group(group, position, key_low, key_high, nothing):
-    """`log2_exponential` of the four tokens 4 group + 0..3: group [1, G], the others [R, 1]; uint32."""
-    w0, w1, w2, w3 = draft_words(group, position, key_low, key_high, nothing)
+def noise_of_groups(four, position, key_low, key_high):
+    """`log2_exponential` of the four groups 4 four + 0..3: four [1, G], the others [R, 1]; uint32."""
+    w0, w1, w2, w3 = draft_words(four, position, key_low, key_high, 2)
     return log2_exponential(w0), log2_exponential(w1), log2_exponential(w2), log2_exponential(w3)
 
 
 @triton.jit
+def uniform_number(position, key_low, key_high):
+    """The uniform number of a draw, as `cell` has it; [R, 1] uint32 to [R, 1] float32."""
+    word, _, _, _ = draft_words(tl.zeros([1, 1], tl.uint32), position, key_low, key_high, 1)
+    return cell(word)
+
+
+@triton.jit
 def noise_of_id(token, position, key_low, key_high, nothing):
-    """`log2_exponential` of single tokens: token [1, G] int32, the others [R, 1] uint32."""
-    w0, w1, w2, w3 = draft_words((token // 4).to(tl.uint32), position, key_low, key_high, nothing)
+    """`log2_exponential` of single tokens: token [1, G] int32, the others [R, 1] uint32.
+
+    `nothing` is 0. From a loop, one that the compiler can't know keeps it from holding the round keys in registers.
+    """
+    w0, w1, w2, w3 = draft_words((token // 4).to(tl.uint32), position, key_low + nothing, key_high + nothing, 0)
     which = token % 4
     word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
     return log2_exponential(word)
@@ -178,17 +189,19 @@ def read_weight(pointers, mask, FP8: tl.constexpr):
 @triton.jit
 def weight_tile(
     w2_ptr, tile, num_columns, WHOLE: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, FP8: tl.constexpr,
+    TILE: tl.constexpr, WARPS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """The rows of W2 of a tile, [4 BLOCK_G, BLOCK_R], in an order in which a thread that owns two neighbouring columns
-    and those STRIDE further on, as the accumulators of tensor cores are laid out, owns a whole group of four: row
-    2 STRIDE h + STRIDE t + 2 l + b of the tile is column 4 (STRIDE h / 2 + l) + 2 t + b. See `four_columns`.
+    """The rows of W2 of a tile, [TILE, BLOCK_R], in an order in which threads of the product own fours of columns.
+
+    Tensor cores leave a thread columns 2 l + {0, 1} of every 8, l its place among four, and give the WARPS that stand
+    side by side 8 columns in turn. So row ((2 h + t) WARPS + w) 8 + 2 l + b of the tile is column
+    w TILE / WARPS + 16 h + 4 l + 2 t + b: a thread has both pairs of a four, and a warp neighbouring columns.
     """
-    c = tl.arange(0, 4 * BLOCK_G)
-    group = (c // (2 * STRIDE)) * (STRIDE // 2) + (c % STRIDE) // 2
-    local = group * 4 + (c // STRIDE % 2) * 2 + c % 2
+    c = tl.arange(0, TILE)
+    warp, high = c // 8 % WARPS, c // (16 * WARPS)
+    local = warp * (TILE // WARPS) + high * 16 + (c // 2 % 4) * 4 + (c // (8 * WARPS) % 2) * 2 + c % 2
     r = tl.arange(0, BLOCK_R)
-    start = (tl.zeros([], tl.int64) + tile) * (4 * BLOCK_G)
+    start = (tl.zeros([], tl.int64) + tile) * TILE
     at = w2_ptr + start * RANK + local[:, None] * RANK + r[None, :]
     if WHOLE and RANK == BLOCK_R:
         return read_weight(at, None, FP8)
@@ -197,10 +210,10 @@ def weight_tile(
 
 
 @triton.jit
-def four_columns(product, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr):
-    """A product [BLOCK_B, 4 BLOCK_G] in the order of `weight_tile`, as four blocks [BLOCK_B, BLOCK_G]."""
-    parts = tl.reshape(product, [BLOCK_B, 2 * BLOCK_G // STRIDE, 2, STRIDE // 2, 2])
-    parts = tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [BLOCK_B, BLOCK_G, 2, 2])
+def four_columns(product, BLOCK_B: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr):
+    """A product [BLOCK_B, TILE] in the order of `weight_tile`, as four blocks [BLOCK_B, TILE / 4]."""
+    parts = tl.reshape(product, [BLOCK_B, TILE // (16 * WARPS), 2, WARPS, 4, 2])
+    parts = tl.reshape(tl.permute(parts, (0, 3, 1, 4, 2, 5)), [BLOCK_B, TILE // 4, 2, 2])
     even, odd = tl.split(parts)
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -208,54 +221,41 @@ def four_columns(product, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: 
 
 
 @triton.jit
-def feature_rows(token, live, w1_ptr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
-    """W1 rows of tokens [BLOCK_B], as the left side of `bias_of`: [at least 16, BLOCK_R], zero from row BLOCK_B on."""
+def feature_rows(index, live, rows_ptr, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Rows `index` [B] of a matrix [n, RANK]: [B, BLOCK_R], zero where not live."""
     r = tl.arange(0, BLOCK_R)
-    if BLOCK_B < 16:
-        row = tl.arange(0, 16)
-        token = tl.reshape(tl.broadcast_to(token[None, :], [16 // BLOCK_B, BLOCK_B]), [16])
-        live = (tl.reshape(tl.broadcast_to(live.to(tl.int32)[None, :], [16 // BLOCK_B, BLOCK_B]), [16]) > 0) & (
-            row < BLOCK_B
-        )
-    at = w1_ptr + token.to(tl.int64)[:, None] * RANK + r[None, :]
+    at = rows_ptr + index.to(tl.int64)[:, None] * RANK + r[None, :]
     return tl.load(at, mask=live[:, None] & (r < RANK)[None, :], other=0.0)
 
 
 @triton.jit
-def bias_of(features, weight, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
-    """features [at least 16, BLOCK_R] times weight [BLOCK_N, BLOCK_R] transposed, in float32: [BLOCK_B, BLOCK_N].
-
-    Tensor cores take 16 rows at least. Those above BLOCK_B are zero, and are summed away before the race costs anything
-    for them.
-    """
+def bias_of(features, weight):
+    """features [B, BLOCK_R] times weight [TILE, BLOCK_R] transposed, in float32: [B, TILE]."""
     if _INTERPRETED:
-        product = tl.dot(features.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
+        return tl.dot(features.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
     else:
         if weight.dtype == tl.float16:  # of an 8-bit W2; features beyond float16 would be of no trained head
             features = tl.minimum(tl.maximum(features.to(tl.float32), -65504.0), 65504.0)
-        product = tl.dot(features.to(weight.dtype), tl.trans(weight), input_precision="ieee")
-    if BLOCK_B < 16:
-        product = tl.sum(tl.reshape(product, [16 // BLOCK_B, BLOCK_B, BLOCK_N]), axis=0)
-    return product
+        return tl.dot(features.to(weight.dtype), tl.trans(weight), input_precision="ieee")
 
 
 @triton.jit
-def read_columns(base_ptr, row, group, live, num_columns, WHOLE: tl.constexpr, PACKED: tl.constexpr):
-    """Four float32 blocks [R, G]: columns 4 group + 0..3 of rows that start at element `row` [R]; 0 outside.
+def read_columns(base_ptr, row, four, live, num_columns, WHOLE: tl.constexpr, PACKED: tl.constexpr):
+    """Four float32 blocks [R, G]: columns 4 four + 0..3 of rows that start at element `row` [R]; 0 outside.
 
-    PACKED takes the four bfloat16 of a group with one 8-byte load; words are numbered in 32 bits.
+    PACKED takes four bfloat16 with one 8-byte load; words are numbered in 32 bits.
     """
-    last = num_columns - group * 4
+    last = num_columns - four * 4
     if PACKED:
         mask = live[:, None]
         if not WHOLE:
             mask = mask & (last > 0)[None, :]
-        at = base_ptr.to(tl.pointer_type(tl.int64)) + ((row // 4).to(tl.int32)[:, None] + group[None, :])
+        at = base_ptr.to(tl.pointer_type(tl.int64)) + ((row // 4).to(tl.int32)[:, None] + four[None, :])
         words = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
         low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
         return low_half(low), high_half(low), low_half(high), high_half(high)
     else:
-        at = base_ptr + row[:, None] + group[None, :] * 4
+        at = base_ptr + row[:, None] + four[None, :] * 4
         a = tl.load(at, mask=live[:, None] & (last > 0)[None, :], other=0.0).to(tl.float32)
         b = tl.load(at + 1, mask=live[:, None] & (last > 1)[None, :], other=0.0).to(tl.float32)
         c = tl.load(at + 2, mask=live[:, None] & (last > 2)[None, :], other=0.0).to(tl.float32)
@@ -265,22 +265,22 @@ def read_columns(base_ptr, row, group, live, num_columns, WHOLE: tl.constexpr, P
 
 @triton.jit
 def write_columns(
-    cache_ptr, row, group, live, num_columns, low, high, a, b, c, d, WHOLE: tl.constexpr, PACKED: tl.constexpr
+    cache_ptr, row, four, live, num_columns, low, high, a, b, c, d, WHOLE: tl.constexpr, PACKED: tl.constexpr
 ):
     """The inverse of `read_columns`: packed pairs `low` and `high`, or the four blocks, representable in the cache."""
-    last = num_columns - group * 4
+    last = num_columns - four * 4
     if PACKED:
         mask = live[:, None]
         if not WHOLE:
             mask = mask & (last > 0)[None, :]
         words = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
         tl.store(
-            cache_ptr.to(tl.pointer_type(tl.int64)) + ((row // 4).to(tl.int32)[:, None] + group[None, :]),
+            cache_ptr.to(tl.pointer_type(tl.int64)) + ((row // 4).to(tl.int32)[:, None] + four[None, :]),
             words,
             mask=mask,
         )
     else:
-        at = cache_ptr + row[:, None] + group[None, :] * 4
+        at = cache_ptr + row[:, None] + four[None, :] * 4
         tl.store(at, a, mask=live[:, None] & (last > 0)[None, :])
         tl.store(at + 1, b, mask=live[:, None] & (last > 1)[None, :])
         tl.store(at + 2, c, mask=live[:, None] & (last > 2)[None, :])
@@ -297,31 +297,17 @@ def row_scales(temperature):
 
 
 @triton.jit
-def race_step(best, best_id, key, token, backward, ORDERED: tl.constexpr):
-    """Best key and its id after one more block of candidates, the lower id of equal keys. ORDERED: the new ids are all
-    above the old ones, or all below if `backward`.
-    """
-    if ORDERED:  # noqa: SIM108 - a branch of the compiler
-        better = (key > best) | (backward & (key == best))
-    else:
-        better = (key > best) | ((key == best) & (token < best_id))
-    return tl.where(better, key, best), tl.where(better, token, best_id)
-
-
-@triton.jit
-def mass_step(top, mass, x0, x1, x2, x3):
-    """Running maximum, and sum of 2^(x - maximum), after four more blocks."""
-    new = tl.maximum(top, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
-    added = fast_exp2(x0 - new) + fast_exp2(x1 - new) + (fast_exp2(x2 - new) + fast_exp2(x3 - new))
-    return new, mass * fast_exp2(top - new) + added
-
-
-@triton.jit
 def race_word(key, token):
     """Word of a key and an id, low byte zero; see the top of this file."""
-    bits = key.to(tl.int32, bitcast=True)
+    bits = (key + 0.0).to(tl.int32, bitcast=True)  # the two zeros are one key
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | ((token ^ _MAX_ID).to(tl.int64) << 8)
+
+
+@triton.jit
+def renumbered(word, number):
+    """A race word with the same key and another number."""
+    return (word & -4294967296) | ((number ^ _MAX_ID).to(tl.int64) << 8)
 
 
 @triton.jit
@@ -331,16 +317,8 @@ def race_winner(word):
 
 
 @triton.jit
-def log2_mass(top, mass, noisy, AXIS: tl.constexpr):
-    """log2 of the sum of 2^x along an axis from running maxima and masses; greedy rows: the maximum."""
-    peak = tl.max(top, axis=AXIS)
-    total = tl.sum(mass * fast_exp2(top - tl.expand_dims(peak, AXIS)), axis=AXIS)
-    return tl.where(noisy > 0.0, peak + fast_log2(tl.maximum(total, 1e-37)), peak)  # a part may hold -inf alone
-
-
-@triton.jit
 def joined_log2_mass(parts, noisy, AXIS: tl.constexpr):
-    """`log2_mass` of the parts that thread blocks computed."""
+    """Logarithm of the sum of 2^part along an axis; greedy rows: the largest part."""
     peak = tl.max(parts, axis=AXIS)
     total = tl.sum(fast_exp2(parts - tl.expand_dims(peak, AXIS)), axis=AXIS)
     return tl.where(noisy > 0.0, (peak + fast_log2(total)) * _LN2, peak)
@@ -355,3 +333,16 @@ def prefetch_rows(matrix_ptr, row, BYTES: tl.constexpr):
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at + offset], dtype=tl.int32, is_pure=False, pack=1
             )
+
+
+@triton.jit
+def after_barrier(pointer):
+    """The pointer, once all threads of the program have written what they were to write. `tl.debug_barrier` does the
+    same, and keeps a loop around it from being pipelined."""
+    if _INTERPRETED:
+        return pointer
+    else:
+        nothing = tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, $1;", "=r,r", [tl.zeros([], tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+        return pointer + nothing

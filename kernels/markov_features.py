@@ -101,16 +101,35 @@ def token_confidence(token, w1_ptr, hidden_size, weight_ptr, RANK: tl.constexpr,
     return tl.sum(embedded * weight, axis=0)
 
 
-@triton.jit
-def request_confidence(
-    token, w1_ptr, hidden_ptr, hidden_size, weight_ptr, bias_ptr,
-    CONFIDENCE: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+@triton.jit(do_not_specialize=["step"])
+def _features_kernel(
+    tokens_ptr, confidence_ptr, anchors_ptr, cache_rows_ptr, w1_ptr, joint_ptr, products_ptr, hidden_ptr,
+    confidence_weight_ptr, confidence_bias_ptr, features_ptr, state_ptr,
+    step, num_steps, hidden_stride, hidden_step, hidden_size, joint_stride, joint_column,
+    HAS_ROWS: tl.constexpr, KIND: tl.constexpr, CONFIDENCE: tl.constexpr, FEATURES: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Confidence logit of one request, from "hidden" or "hidden+markov"."""
-    logit = hidden_confidence(hidden_ptr, hidden_size, weight_ptr, bias_ptr, BLOCK_H)
-    if CONFIDENCE == "hidden+markov":
-        logit += token_confidence(token, w1_ptr, hidden_size, weight_ptr, RANK, BLOCK_R)
-    return logit
+    """Before a step of a gated or recurrent head, one program a request: features [B, RANK] and the confidence."""
+    request = tl.program_id(0)
+    live = True
+    if HAS_ROWS:
+        live = tl.load(cache_rows_ptr + request) >= 0
+    if live:
+        token = tl.load(anchors_ptr + request)
+        if step > 0:
+            token = tl.load(tokens_ptr + request * num_steps + step - 1)
+        features = request_features(
+            token, w1_ptr, joint_ptr, products_ptr + (request * num_steps + step) * (3 * RANK),
+            state_ptr + request * RANK, joint_stride, joint_column, KIND, FEATURES, RANK, BLOCK_R,
+        )  # fmt: skip
+        r = tl.arange(0, BLOCK_R)
+        tl.store(features_ptr + request * RANK + r, features, mask=r < RANK)
+        if CONFIDENCE != "none":
+            hidden_row = hidden_ptr + request.to(tl.int64) * hidden_stride + step * hidden_step
+            logit = hidden_confidence(hidden_row, hidden_size, confidence_weight_ptr, confidence_bias_ptr, BLOCK_H)
+            if CONFIDENCE == "hidden+markov":
+                logit += token_confidence(token, w1_ptr, hidden_size, confidence_weight_ptr, RANK, BLOCK_R)
+            tl.store(confidence_ptr + request * num_steps + step, logit)
 
 
 @triton.jit

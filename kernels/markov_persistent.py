@@ -1,22 +1,40 @@
-"""The dense chain in one cooperative launch; see `dspark.kernels.markov_dense`.
+"""The dense chain in one cooperative launch; what a program computes at a step is `dspark.kernels.markov_dense`'s.
 
-Programs form groups that draft the same block of requests; only a group has to agree on tokens. A program publishes a
-race word per request, then polls everyone's words until all carry this step's number. Nothing else is passed between
-programs, so that no fence is needed: a word is one 8-byte store. The words are double buffered. A program can't
-overwrite its word of step i at step i + 2 before everyone has read it, because it needs everyone's word of step i + 1
-first, which they publish after reading those of step i.
+Programs form blocks that draft the same requests; only a block has to agree on tokens. Each program publishes a race
+word per request, and polls until the words carry this step's number. Nothing else is passed between programs, so that
+no fence is needed: a word is one 8-byte store. There are two ways to the winners:
+
+  few requests     every program polls everyone's words
+  more             each request is decided by one program, which polls everyone's words of it and publishes the winner;
+                   all poll only those. Words of 64 requests from 264 programs are 135 KB, which would be 36 MB a step
+                   if everyone read them.
+
+Words are double buffered. A program can't overwrite its word of step i at step i + 2 before it has been read: it needs
+the winners of step i + 1 first, which are decided from the words that everyone published after those of step i were
+decided. Steps are numbered on through the launches by a counter per program, which all programs move alike.
 
 Every other step goes through the tiles backwards, so that it begins with those that the step before has left in the L2
 cache: in one direction, a W2 larger than the cache would be gone each time it is needed.
-
-Steps are numbered on through the launches by a counter per program, which all programs of a workspace move alike.
 """
 
 from dspark.kernels import tl, triton
-from dspark.kernels.markov_dense import carried_mass, carried_word, empty_carry, race_tile, request_rows
-from dspark.kernels.markov_device import feature_rows, joined_log2_mass, race_winner, row_scales, weight_tile
-from dspark.kernels.markov_features import hidden_confidence
+from dspark.kernels.markov import GROUP
+from dspark.kernels.markov_dense import corrected, draw_within, race_groups, request_rows, tile_masses
+from dspark.kernels.markov_device import (
+    after_barrier,
+    bias_of,
+    feature_rows,
+    joined_log2_mass,
+    prefetch_rows,
+    race_winner,
+    read_columns,
+    renumbered,
+    row_scales,
+    weight_tile,
+)
+from dspark.kernels.markov_features import hidden_confidence, token_confidence
 
+_GROUP = tl.constexpr(GROUP)
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
 _WORST_WORD = tl.constexpr(-(2**63))
 _MAX_POLLS = tl.constexpr(2**23)
@@ -38,62 +56,68 @@ def _polled(pointers, mask, tag):
 
 
 @triton.jit
-def _winners(
-    words_ptr, first_row, tag, scratch_ptr, batch, num_parts,
-    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Wait for everyone's words [num_parts, BLOCK_B], and return the tokens [BLOCK_B]; ROWS of them at a time."""
-    other = tl.arange(0, BLOCK_V)
-    if ROWS == BLOCK_B:
-        r = tl.arange(0, ROWS)
-        there = (other < num_parts)[:, None] & (first_row + r < batch)[None, :]
-        return race_winner(tl.max(_polled(words_ptr + other[:, None] * BLOCK_B + r[None, :], there, tag), axis=0))
-    else:
-        for start in tl.static_range(0, BLOCK_B, ROWS):
-            r = start + tl.arange(0, ROWS)
-            there = (other < num_parts)[:, None] & (first_row + r < batch)[None, :]
-            words = _polled(words_ptr + other[:, None] * BLOCK_B + r[None, :], there, tag)
-            tl.store(scratch_ptr + r, race_winner(tl.max(words, axis=0)))
-        tl.debug_barrier()  # the winners were written by other threads of this program
-        token = tl.load(scratch_ptr + tl.arange(0, BLOCK_B))
-        tl.debug_barrier()
-        return token
+def _slot(step, epoch, first_row, num_parts, BLOCK_B: tl.constexpr):
+    """Tag of a step, int64, and the place of a block of requests in the double buffers."""
+    blocks = tl.num_programs(0) // num_parts
+    return (tl.zeros([], tl.int64) + epoch + step) & 255, ((epoch + step) & 1) * blocks + first_row // BLOCK_B
 
 
 @triton.jit
-def join_masses(
-    masses_ptr, first_row, epoch, part, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
+def _winners(
+    words_ptr, winners_ptr, part, rows, tag, num_parts,
+    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, POLLED: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """Columns [BLOCK_B] of a step, once everyone's words of it are there; `rows` of the block are requests."""
+    other = tl.arange(0, BLOCK_V)
+    if OWN == 0:
+        r = tl.arange(0, POLLED)
+        there = (r < rows)[:, None] & (other < num_parts)[None, :]
+        words = _polled(words_ptr + r[:, None] * num_parts + other[None, :], there, tag)
+        column = race_winner(tl.max(words, axis=1))
+        return tl.reshape(tl.broadcast_to(column[None, :], [BLOCK_B // POLLED, POLLED]), [BLOCK_B])
+    else:
+        r = part + num_parts * tl.arange(0, OWN)
+        there = (r < rows)[:, None] & (other < num_parts)[None, :]
+        words = _polled(words_ptr + r[:, None] * num_parts + other[None, :], there, tag)
+        column = race_winner(tl.max(words, axis=1))
+        tl.atomic_xchg(winners_ptr + r, (column.to(tl.int64) << 8) | tag, mask=r < rows, sem="relaxed")
+        local = tl.arange(0, BLOCK_B)
+        return (_polled(winners_ptr + local, local < rows, tag) >> 8).to(tl.int32)
+
+
+@triton.jit
+def _join_masses(
+    masses_ptr, first_row, epoch, part, lse_ptr, temperature_ptr, cache_rows_ptr, rows, num_parts, num_steps,
     HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Normalisers of all steps, from everyone's masses [STEPS, num_parts, BLOCK_B], once the last step is over; a row
+    """Normalisers of all steps, from everyone's masses [STEPS, BLOCK_B, num_parts], once the last step is over; a row
     is one program's.
     """
     other, step = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
     there = (other < num_parts)[:, None] & (step < STEPS)[None, :]
     tags = (tl.zeros([BLOCK_S], tl.int64) + epoch + step) & 255
-    for r in range(part, BLOCK_B, num_parts):
+    for r in range(part, rows, num_parts):
         row = first_row + r
-        live = row < batch
+        live = True
         if HAS_ROWS:
-            live = live & (tl.load(cache_rows_ptr + row, mask=live, other=-1) >= 0)
+            live = tl.load(cache_rows_ptr + row) >= 0
         if live:
-            at = (step[None, :] * num_parts + other[:, None]) * BLOCK_B + r
+            at = (step[None, :] * BLOCK_B + r) * num_parts + other[:, None]
             masses = _polled(masses_ptr + at, there, tags[None, :])
             parts = tl.where(there, (masses >> 32).to(tl.int32).to(tl.float32, bitcast=True), _LOWEST)
             _, noisy = row_scales(tl.load(temperature_ptr + row))
-            tl.store(lse_ptr + row * STEPS + step, joined_log2_mass(parts, noisy, 0), mask=step < STEPS)
+            tl.store(lse_ptr + row * num_steps + step, joined_log2_mass(parts, noisy, 0), mask=step < STEPS)
 
 
 @triton.jit
-def own_confidences(
-    part, first_row, hidden_ptr, weight_ptr, bias_ptr, confidence_ptr, cache_rows_ptr, batch,
+def _hidden_shares(
+    part, first_row, hidden_ptr, weight_ptr, bias_ptr, confidence_ptr, cache_rows_ptr, rows,
     num_parts, hidden_stride, hidden_step, hidden_size,
-    HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
+    HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The hidden states' share of the confidences, (request, step) pairs dealt out to the programs."""
-    rows = tl.minimum(batch - first_row, BLOCK_B)
+    """The hidden states' share of the confidences; pairs of a step and a request are dealt out to the programs."""
     for pair in range(part, rows * STEPS, num_parts):
-        row, step = first_row + pair // STEPS, pair % STEPS
+        step, row = pair // rows, first_row + pair % rows
         live = True
         if HAS_ROWS:
             live = tl.load(cache_rows_ptr + row) >= 0
@@ -102,184 +126,276 @@ def own_confidences(
             hidden_row = hidden_ptr + wide * hidden_stride + step * hidden_step
             logit = hidden_confidence(hidden_row, hidden_size, weight_ptr, bias_ptr, BLOCK_H)
             tl.store(confidence_ptr + row * STEPS + step, logit)
+    tl.debug_barrier()  # other threads add the tokens' share
 
 
 @triton.jit
-def slot_of(step, epoch, first_row, num_parts, blocks, BLOCK_B: tl.constexpr):
-    """Tag of a step, int64, and where its words begin for a block of rows."""
-    tag = (tl.zeros([], tl.int64) + epoch + step) & 255
-    return tag, (((epoch + step) & 1) * blocks + first_row // BLOCK_B) * num_parts * BLOCK_B
-
-
-@triton.jit
-def publish(word, words_ptr, part, tag, BLOCK_B: tl.constexpr):
-    """This program's race words [BLOCK_B] of a step: the first thing to do once they are known."""
-    tl.atomic_xchg(words_ptr + part * BLOCK_B + tl.arange(0, BLOCK_B), word | tag, sem="relaxed")
-
-
-@triton.jit
-def joined(
-    mass, previous, part, first_row, step, tag, live, w1_ptr, words_ptr, masses_ptr, scratch_ptr,
-    tokens_ptr, confidence_ptr, confidence_weight_ptr, batch, num_parts, hidden_size,
-    STEPS: tl.constexpr, CONFIDENCE: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
+def _add_token_shares(
+    previous, part, first_row, step, w1_ptr, weight_ptr, confidence_ptr, cache_rows_ptr, rows, num_parts, hidden_size,
+    HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Everyone's tokens [BLOCK_B] of a step, after this program's words of it are published.
+    """The share of the previous tokens [BLOCK_B] in the confidences of a step, dealt out as in `_hidden_shares`."""
+    r = part - step * rows % num_parts
+    r += tl.where(r < 0, num_parts, 0)
+    while r < rows:  # a `for` would keep the loop around it from being pipelined
+        live = True
+        if HAS_ROWS:
+            live = tl.load(cache_rows_ptr + first_row + r) >= 0
+        if live:
+            token = tl.sum(tl.where(tl.arange(0, BLOCK_B) == r, previous, 0), axis=0).to(tl.int64)
+            share = token_confidence(token, w1_ptr, hidden_size, weight_ptr, RANK, BLOCK_R)
+            at = confidence_ptr + (first_row + r) * STEPS + step
+            tl.store(at, tl.load(at) + share)
+        r += num_parts
 
-    What no token depends on is done while the words travel: this program's log2 masses [BLOCK_B] go out, and the share
-    of the previous tokens in the confidence is added.
+
+@triton.jit
+def _race(
+    groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr,
+    cache_ptr, cache_stride, ids_ptr, num_columns, step, HAS_ROWS: tl.constexpr, STORED: tl.constexpr,
+    SCATTERED: tl.constexpr, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
+):  # fmt: skip
+    """This program's race words, columns and log2 masses [BLOCK_B] of a step, counted from the requests' positions,
+    from what `tile_masses` left in memory.
+
+    What is known of the requests is read anew, which takes no registers from the loop over tiles.
     """
-    local, r = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
-    row = first_row + local
-    slot = num_parts * BLOCK_B  # of one step and block
+    slot_row, live, scale, noisy, position, key_low, key_high = request_rows(
+        row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
+    )
+    groups_ptr = after_barrier(groups_ptr)  # masses and logits were written by other threads
+    at_step = (position + step).to(tl.uint32)
+    word, group, group_mass, mass = race_groups(
+        groups_ptr, part, num_parts, count, at_step, noisy, key_low, key_high, BLOCK_B, SPAN_FOURS, FOURS
+    )
+    cache_row = (slot_row if STORED else row.to(tl.int64)) * cache_stride
+    column = draw_within(
+        group, group_mass, cache_ptr, cache_row, live, ids_ptr, num_columns,
+        scale, noisy, at_step, key_low, key_high, SCATTERED,
+    )  # fmt: skip
+    return renumbered(word, column), column, mass
+
+
+@triton.jit
+def _token_of(column, ids_ptr, REDUCED: tl.constexpr):
+    """Target ids of columns."""
+    if REDUCED:
+        return tl.load(ids_ptr + column).to(tl.int32)
+    else:
+        return column
+
+
+@triton.jit
+def _send(
+    word, column, mass, previous, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
+    cache_rows_ptr, rows, num_parts, STEPS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    REDUCED: tl.constexpr, CONFIDENCE: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_B: tl.constexpr, POLLED: tl.constexpr, W1_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Publish this program's race words [BLOCK_B] of a step, and do what no token depends on while they travel: its
+    log2 masses go out, the row of W1 that would be needed next is brought near, and the share of the previous tokens
+    in the confidence is added.
+    """
+    words_ptr, _, masses_ptr, _ = memory
+    confidence_ptr, confidence_weight_ptr, hidden_size = confidence
+    local = tl.arange(0, BLOCK_B)
+    tag, slot = _slot(step, epoch, first_row, num_parts, BLOCK_B)
+    at = words_ptr + (slot * POLLED + local) * num_parts + part
+    tl.atomic_xchg(at, word | tag, mask=local < POLLED, sem="relaxed")
+    if W1_BYTES > 0:
+        candidate = _token_of(column, ids_ptr, REDUCED)
+        prefetch_rows(w1_ptr, tl.where(live, candidate, 0).to(tl.int64), W1_BYTES)
     packed = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag
-    tl.atomic_xchg(masses_ptr + step * slot + part * BLOCK_B + local, packed, sem="relaxed")
+    at = masses_ptr + (step * BLOCK_B + local) * num_parts + part
+    tl.atomic_xchg(at, packed, mask=local < POLLED, sem="relaxed")
     if CONFIDENCE == "hidden+markov":
-        mine = live & ((local * STEPS + step) % num_parts == part)
-        if tl.max(mine.to(tl.int32)) > 0:
-            weights = tl.load(confidence_weight_ptr + hidden_size + r, mask=r < RANK, other=0.0).to(tl.float32)
-            at = w1_ptr + previous.to(tl.int64)[:, None] * RANK + r[None, :]
-            embedded = tl.load(at, mask=mine[:, None] & (r < RANK)[None, :], other=0.0).to(tl.float32)
-            at = confidence_ptr + row * STEPS + step
-            logit = tl.load(at, mask=mine, other=0.0) + tl.sum(embedded * weights[None, :], axis=1)
-            tl.store(at, logit, mask=mine)
-    token = _winners(words_ptr, first_row, tag, scratch_ptr, batch, num_parts, BLOCK_V, BLOCK_B, ROWS)
-    tl.store(tokens_ptr + row * STEPS + step, token.to(tl.int64), mask=live & (local % num_parts == part))
+        _add_token_shares(
+            previous, part, first_row, step, w1_ptr, confidence_weight_ptr, confidence_ptr, cache_rows_ptr, rows,
+            num_parts, hidden_size, HAS_ROWS, STEPS, RANK, BLOCK_R, BLOCK_B,
+        )  # fmt: skip
+
+
+@triton.jit
+def _receive(
+    part, first_row, step, epoch, live, memory, ids_ptr, rows, num_parts, first_step, num_steps,
+    REDUCED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, POLLED: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """Everyone's tokens [BLOCK_B] of a step, 0 where a row is not live."""
+    words_ptr, winners_ptr, _, tokens_ptr = memory
+    local = tl.arange(0, BLOCK_B)
+    tag, slot = _slot(step, epoch, first_row, num_parts, BLOCK_B)
+    won = _winners(
+        words_ptr + slot * POLLED * num_parts, winners_ptr + slot * BLOCK_B, part, rows, tag, num_parts,
+        BLOCK_V, BLOCK_B, POLLED, OWN,
+    )  # fmt: skip
+    token = tl.where(live, _token_of(tl.where(live, won, 0), ids_ptr, REDUCED), 0)
+    at = tokens_ptr + (first_row + local) * num_steps + first_step + step
+    tl.store(at, token.to(tl.int64), mask=live & (local % num_parts == part))
     return token
 
 
 @triton.jit
-def _raced(
-    carry, weight, features, tile, backward, rows, pointers, base_step, cache_step, num_columns, logit_scale,
-    any_noise, step, nothing,
-    REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr,
-    CACHE: tl.constexpr, STORED: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_G: tl.constexpr, STRIDE: tl.constexpr,
+def _tile(i, part, num_parts, SPAN: tl.constexpr):
+    """A program's i-th tile: it has every num_parts-th span of SPAN tiles, so that programs side by side read
+    neighbouring columns."""
+    return (part + i // SPAN * num_parts) * SPAN + i % SPAN
+
+
+@triton.jit
+def _streamed_tile(
+    tile, features, w2_ptr, w2_scale_ptr, base_ptr, base_row, cache_ptr, cache_row, live, scale, noisy, ids_ptr,
+    num_columns, logit_scale, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr,
+    CACHE: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_B: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """`race_tile` of a step whose logits begin `step` times base_step and cache_step further on."""
-    base_ptr, cache_ptr, w2_scale_ptr, ids_ptr = pointers
-    return race_tile(
-        carry, weight, features, tile, backward, rows, base_ptr + step * base_step, cache_ptr + step * cache_step,
-        w2_scale_ptr, ids_ptr, num_columns, logit_scale, any_noise, (tl.zeros([], tl.int32) + step).to(tl.uint32),
-        nothing.to(tl.uint32),
-        REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
+    """`tile_masses` of a tile whose rows of W2 and base logits are loaded for it."""
+    product = 0
+    if HAS_HEAD:
+        weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, TILE, WARPS, FP8)
+        product = bias_of(features, weight)
+    four = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+    base = read_columns(base_ptr, base_row, four, live, num_columns, WHOLE, PACKED)
+    logits = corrected(
+        base, product, tile, w2_scale_ptr, num_columns, logit_scale, SCALED, HAS_HEAD, FP8, BLOCK_B, TILE, WARPS
+    )
+    return tile_masses(
+        logits, tile, cache_row, live, scale, noisy, cache_ptr, ids_ptr, num_columns,
+        WHOLE, SCATTERED, PACKED, CACHE, BLOCK_B, TILE,
     )  # fmt: skip
 
 
 @triton.jit
-def _exchanged(
-    carry, noisy, token, part, first_row, step, epoch, live, w1_ptr, confidence_weight_ptr, exchange,
-    batch, num_parts, hidden_size, STEPS: tl.constexpr, CONFIDENCE: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Everyone's tokens [BLOCK_B] of a step, from this program's carry and the previous tokens."""
-    words_ptr, masses_ptr, scratch_ptr, tokens_ptr, confidence_ptr = exchange
-    tag, start = slot_of(step, epoch, first_row, num_parts, tl.num_programs(0) // num_parts, BLOCK_B)
-    publish(carried_word(carry), words_ptr + start, part, tag, BLOCK_B)
-    return joined(
-        carried_mass(carry, noisy), token, part, first_row, step, tag, live, w1_ptr, words_ptr + start, masses_ptr,
-        scratch_ptr, tokens_ptr, confidence_ptr, confidence_weight_ptr, batch, num_parts, hidden_size,
-        STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, ROWS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the compiler
+def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its three forms
     base_ptr, cache_ptr, w2_ptr, w2_scale_ptr, ids_ptr, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr,
-    w1_ptr, anchors_ptr, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, tokens_ptr, lse_ptr, confidence_ptr,
-    words_ptr, masses_ptr, epochs_ptr, scratch_ptr,
-    batch, num_columns, num_tiles, num_parts, base_stride, base_step, cache_stride, cache_step, logit_scale,
-    hidden_stride, hidden_step, hidden_size,
+    w1_ptr, features_ptr, anchors_ptr, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr,
+    tokens_ptr, lse_ptr, confidence_ptr, words_ptr, winners_ptr, masses_ptr, groups_ptr, epochs_ptr,
+    batch, first_step, num_steps, num_columns, num_spans, num_parts, tiles_each, logit_scale,
+    base_stride, base_step, cache_stride, cache_step, hidden_stride, hidden_step, hidden_size,
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, CONFIDENCE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr, POLLED_ROWS: tl.constexpr, STAGES: tl.constexpr, REDUCED: tl.constexpr,
-    WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
-    STORED: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, STRIDE: tl.constexpr, HELD: tl.constexpr,
-    FLAT: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, POLLED: tl.constexpr, OWN: tl.constexpr, W1_BYTES: tl.constexpr,
+    REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr,
+    CACHE: tl.constexpr, STORED: tl.constexpr, HAS_HEAD: tl.constexpr, GIVEN: tl.constexpr, FP8: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr,
+    SPAN: tl.constexpr, FOURS: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """All steps, with W2 streamed through at each; or HELD, one tile a program, through all of them. Programs
-    [num_blocks * num_parts]; words [2, num_blocks, num_parts, BLOCK_B], masses [num_blocks, STEPS, num_parts, BLOCK_B].
+    """STEPS steps of num_steps, from first_step on. W2 is streamed through at each, or HELD, one tile a program.
+
+    Memory for num_blocks * num_parts programs: words [2, num_blocks, POLLED, num_parts], winners [2, num_blocks,
+    BLOCK_B], masses [num_blocks, STEPS, BLOCK_B, num_parts], groups [programs, tiles_each * TILE / GROUP, BLOCK_B].
+    GIVEN: the features of row b are row b of `features_ptr`, and there is one step.
     """
-    program = tl.program_id(0)
+    PER_TILE: tl.constexpr = TILE // _GROUP
+    PER_STEP: tl.constexpr = PER_TILE * BLOCK_B
+    SPAN_FOURS: tl.constexpr = SPAN * PER_TILE // 4
+    program, local = tl.program_id(0), tl.arange(0, BLOCK_B)
     part, first_row = program % num_parts, program // num_parts * BLOCK_B
-    row = first_row + tl.arange(0, BLOCK_B)
-    cache_row, live, scale, noisy, position, key_low, key_high = request_rows(
+    row, rows = first_row + local, tl.minimum(batch - first_row, BLOCK_B)
+    slot_row, live, scale, noisy, _, _, _ = request_rows(
         row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
     )
-    any_noise = tl.max(noisy) > 0.0
     epoch = tl.load(epochs_ptr + program)
     token = tl.load(anchors_ptr + row, mask=live, other=0).to(tl.int32)
     if CONFIDENCE != "none":
-        own_confidences(
+        _hidden_shares(
             part, first_row, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, confidence_ptr, cache_rows_ptr,
-            batch, num_parts, hidden_stride, hidden_step, hidden_size, HAS_ROWS, STEPS, BLOCK_B, BLOCK_H,
+            rows, num_parts, hidden_stride, hidden_step, hidden_size, HAS_ROWS, STEPS, BLOCK_H,
         )  # fmt: skip
-        tl.debug_barrier()
     masses_ptr += first_row * STEPS * num_parts
-    rounds = tl.cdiv(num_tiles - part, num_parts)
-    base_row, out_row = row.to(tl.int64) * base_stride, cache_row * cache_stride
-    rows = (base_row, out_row, live, scale, noisy, position.to(tl.uint32), key_low, key_high)
-    carry = empty_carry(BLOCK_B, BLOCK_G)
-    features, held = 0, 0
-    if HAS_HEAD:
-        features = feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B)
+    groups_ptr += (tl.zeros([], tl.int64) + program) * tiles_each * PER_STEP
+    base_ptr += first_step * base_step
+    cache_ptr += first_step * cache_step
+    base_row = row.to(tl.int64) * base_stride
+    cache_row = (slot_row if STORED else row.to(tl.int64)) * cache_stride
+    memory = (words_ptr, winners_ptr, masses_ptr, tokens_ptr)
+    confidence = (confidence_ptr, confidence_weight_ptr, hidden_size)
+    rounds = tl.cdiv(num_spans - part, num_parts) * SPAN
+    count = rounds * PER_TILE // 4
+    group_at = groups_ptr + local[:, None] + tl.arange(0, PER_TILE)[None, :] * BLOCK_B
+    fours = tl.arange(0, TILE // 4)
     if HELD:
-        held = weight_tile(w2_ptr, part, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
-    pointers = (base_ptr, cache_ptr, w2_scale_ptr, ids_ptr)
-    exchange = (words_ptr, masses_ptr, scratch_ptr + program * BLOCK_B, tokens_ptr, confidence_ptr)
+        held = weight_tile(w2_ptr, part, num_columns, WHOLE, RANK, BLOCK_R, TILE, WARPS, FP8)
     if FLAT:
+        features = 0
+        if HAS_HEAD:
+            features = feature_rows(token, live, features_ptr, RANK, BLOCK_R)
         # One loop over the tiles of all steps, so that the next step's first tiles load while its tokens are found.
         for turn in tl.range(STEPS * rounds, num_stages=STAGES):
             step = turn // rounds
             i = turn - step * rounds
-            backward = step % 2 == 1
-            tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
-            weight = 0
-            if HAS_HEAD:
-                weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
-            carry = _raced(
-                carry, weight, features, tile, backward, rows, pointers, base_step, cache_step, num_columns,
-                logit_scale, any_noise, step, tile >> 30,
-                REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
+            place = tl.where(step % 2 == 1, rounds - 1 - i, i)
+            masses = _streamed_tile(
+                _tile(place, part, num_parts, SPAN), features, w2_ptr, w2_scale_ptr, base_ptr + step * base_step,
+                base_row, cache_ptr + step * cache_step, cache_row, live, scale, noisy, ids_ptr, num_columns,
+                logit_scale, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, RANK, BLOCK_R, BLOCK_B,
+                TILE, WARPS,
             )  # fmt: skip
+            tl.store(group_at + place * PER_STEP, masses)
             if i == rounds - 1:
-                token = _exchanged(
-                    carry, noisy, token, part, first_row, step, epoch, live, w1_ptr, confidence_weight_ptr, exchange,
-                    batch, num_parts, hidden_size, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
+                word, column, mass = _race(
+                    groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr,
+                    cache_rows_ptr, cache_ptr + step * cache_step, cache_stride, ids_ptr, num_columns,
+                    first_step + step, HAS_ROWS, STORED, SCATTERED, BLOCK_B, SPAN_FOURS, FOURS,
                 )  # fmt: skip
-                carry = empty_carry(BLOCK_B, BLOCK_G)
+                _send(
+                    word, column, mass, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
+                    cache_rows_ptr, rows, num_parts, STEPS, HAS_ROWS, REDUCED, CONFIDENCE,
+                    RANK, BLOCK_R, BLOCK_B, POLLED, W1_BYTES,
+                )  # fmt: skip
+                token = _receive(
+                    part, first_row, step, epoch, live, memory, ids_ptr, rows, num_parts, first_step, num_steps,
+                    REDUCED, BLOCK_V, BLOCK_B, POLLED, OWN,
+                )  # fmt: skip
                 if HAS_HEAD:
-                    features = feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B)
+                    features = feature_rows(token, live, features_ptr, RANK, BLOCK_R)
     else:
+        if HELD:
+            base = read_columns(base_ptr, base_row, part * (TILE // 4) + fours, live, num_columns, WHOLE, PACKED)
         for step in range(STEPS):
-            carry = empty_carry(BLOCK_B, BLOCK_G)
+            features = 0
             if HAS_HEAD:
-                features = feature_rows(token, live, w1_ptr, RANK, BLOCK_R, BLOCK_B)
+                features = feature_rows(row if GIVEN else token, live, features_ptr, RANK, BLOCK_R)
             if HELD:
-                carry = _raced(
-                    carry, held, features, part, False, rows, pointers, base_step, cache_step, num_columns,
-                    logit_scale, any_noise, step, tl.load(epochs_ptr + program) - epoch,
-                    REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G, STRIDE,
+                logits = corrected(
+                    base, bias_of(features, held), part, w2_scale_ptr, num_columns, logit_scale,
+                    SCALED, HAS_HEAD, FP8, BLOCK_B, TILE, WARPS,
                 )  # fmt: skip
+                masses = tile_masses(
+                    logits, part, cache_row, live, scale, noisy, cache_ptr + step * cache_step, ids_ptr, num_columns,
+                    WHOLE, SCATTERED, PACKED, CACHE, BLOCK_B, TILE,
+                )  # fmt: skip
+                tl.store(group_at, masses)
             else:
-                backward = step % 2 == 1
                 for i in tl.range(rounds, num_stages=STAGES):
-                    tile = part + tl.where(backward, rounds - 1 - i, i) * num_parts
-                    weight = 0
-                    if HAS_HEAD:
-                        weight = weight_tile(w2_ptr, tile, num_columns, WHOLE, RANK, BLOCK_R, BLOCK_G, STRIDE, FP8)
-                    carry = _raced(
-                        carry, weight, features, tile, backward, rows, pointers, base_step, cache_step, num_columns,
-                        logit_scale, any_noise, step, tile >> 30,
-                        REDUCED, WHOLE, SCALED, SCATTERED, PACKED, CACHE, STORED, HAS_HEAD, FP8, BLOCK_B, BLOCK_G,
-                        STRIDE,
+                    place = tl.where(step % 2 == 1, rounds - 1 - i, i)
+                    masses = _streamed_tile(
+                        _tile(place, part, num_parts, SPAN), features, w2_ptr, w2_scale_ptr,
+                        base_ptr + step * base_step, base_row, cache_ptr + step * cache_step, cache_row, live, scale,
+                        noisy, ids_ptr, num_columns, logit_scale, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD,
+                        FP8, RANK, BLOCK_R, BLOCK_B, TILE, WARPS,
                     )  # fmt: skip
-            token = _exchanged(
-                carry, noisy, token, part, first_row, step, epoch, live, w1_ptr, confidence_weight_ptr, exchange,
-                batch, num_parts, hidden_size, STEPS, CONFIDENCE, RANK, BLOCK_R, BLOCK_V, BLOCK_B, POLLED_ROWS,
+                    tl.store(group_at + place * PER_STEP, masses)
+            word, column, mass = _race(
+                groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr,
+                cache_rows_ptr, cache_ptr + step * cache_step, cache_stride, ids_ptr, num_columns,
+                first_step + step, HAS_ROWS, STORED, SCATTERED, BLOCK_B, SPAN_FOURS, FOURS,
             )  # fmt: skip
-    join_masses(
-        masses_ptr, first_row, epoch, part, lse_ptr, temperature_ptr, cache_rows_ptr, batch, num_parts,
-        HAS_ROWS, STEPS, BLOCK_S, BLOCK_V, BLOCK_B,
+            _send(
+                word, column, mass, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
+                cache_rows_ptr, rows, num_parts, STEPS, HAS_ROWS, REDUCED, CONFIDENCE,
+                RANK, BLOCK_R, BLOCK_B, POLLED, W1_BYTES,
+            )  # fmt: skip
+            if HELD:  # the next base logits travel too
+                following = tl.minimum(step + 1, STEPS - 1)
+                base = read_columns(
+                    base_ptr + following * base_step, base_row, part * (TILE // 4) + fours, live, num_columns,
+                    WHOLE, PACKED,
+                )  # fmt: skip
+            token = _receive(
+                part, first_row, step, epoch, live, memory, ids_ptr, rows, num_parts, first_step, num_steps,
+                REDUCED, BLOCK_V, BLOCK_B, POLLED, OWN,
+            )  # fmt: skip
+    _join_masses(
+        masses_ptr, first_row, epoch, part, lse_ptr + first_step, temperature_ptr, cache_rows_ptr, rows, num_parts,
+        num_steps, HAS_ROWS, STEPS, BLOCK_S, BLOCK_V, BLOCK_B,
     )  # fmt: skip
     tl.store(epochs_ptr + program, epoch + STEPS)

@@ -9,7 +9,7 @@ from dspark.sampling.draft import Drafting, draft_token
 from dspark.sampling.params import SamplingParams, SamplingTensors, to_distribution
 from dspark.sampling.proposal import DenseProposal, OneHotProposal, Proposal, SparseProposal, make_proposal
 from dspark.sampling.rejection import Verification, rejection_sample, verify_logits
-from dspark.sampling.streams import Purpose, Streams, sample
+from dspark.sampling.streams import Purpose, Streams, sample, sample_in_groups
 
 __all__ = [
     "DenseProposal",
@@ -26,6 +26,7 @@ __all__ = [
     "make_proposal",
     "rejection_sample",
     "sample",
+    "sample_in_groups",
     "to_distribution",
     "verify_logits",
 ]

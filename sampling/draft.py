@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from dspark.sampling.params import SamplingTensors, to_distribution
-from dspark.sampling.streams import Purpose, Streams, sample
+from dspark.sampling.streams import Purpose, Streams, sample_in_groups
 
 Drafting = Literal["greedy", "probabilistic"]
 
@@ -45,5 +45,5 @@ def draft_token(
         column = logits.argmax(-1)
         return (column if ids is None else ids[column]), None
     probs = to_distribution(logits, params)
-    columns = None if ids is None else ids.expand_as(probs)[:, None]
-    return sample(probs[:, None], streams, positions[:, None], Purpose.DRAFT, columns)[:, 0], probs
+    column = sample_in_groups(probs[:, None], streams, positions[:, None], Purpose.DRAFT)[:, 0]
+    return (column if ids is None else ids[column]), probs

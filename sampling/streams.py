@@ -5,9 +5,14 @@ a request's numbers do not depend on the batch around it, on the block length, o
 preempted. No two purposes share a number: had the draw of a draft and the draw that recovers from its rejection the
 same noise, the emitted token would lean towards the drafter.
 
-A token is drawn by the exponential race: with E_v independent unit exponentials, argmin E_v / p_v is distributed as
-p. E_v is tied to the *target* token id v, so that a distribution over a subset of ids draws the same token as its
-dense form.
+`sample` draws by the exponential race: with E_v independent unit exponentials, argmin E_v / p_v is distributed as p.
+E_v is tied to the *target* token id v, so that a distribution over a subset of ids draws the same token as its dense
+form. Whatever is emitted is drawn so, and so are drafts from a list of candidates.
+
+`sample_in_groups` draws drafts from a whole draft vocabulary. The race is between groups of GROUP consecutive columns,
+with one exponential a group; inside the winner one uniform number is looked up in the cumulative distribution. That
+is the same law for a fraction of the noise, which is what a drafter's kernel spends most of its time on otherwise. The
+token is not the one that `sample` would draw, and depends on which columns share a group.
 """
 
 import secrets
@@ -17,11 +22,12 @@ from enum import IntEnum, unique
 
 import torch
 
+from dspark.kernels.markov import GROUP
 from dspark.kernels.philox import WORD, philox_at, philox_rows
 from dspark.sampling.params import SamplingParams
 
-# Last counter word: numbers tied to token ids and single numbers of one purpose are kept apart too.
-_PER_TOKEN, _SINGLE = 0, 1
+# Last counter word: within a purpose, numbers tied to token ids, single ones and those tied to groups are kept apart.
+_PER_TOKEN, _SINGLE, _PER_GROUP = 0, 1, 2
 
 # A row whose support is at most this share of the vocabulary computes noise for its support only. One id costs a
 # whole counter there and a quarter of one in a dense row, and gathering costs about as much again.
@@ -131,6 +137,26 @@ class Streams:
         key, counter = self._philox_rows(positions, purpose, _PER_TOKEN)
         return _to_exponential(philox_at(key, counter, ids.flatten(0, 1)), dtype).view(ids.shape)
 
+    def exponential_of_groups(
+        self, positions: torch.Tensor, purpose: Purpose, num_groups: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Unit exponentials of groups of columns; none of them is a number of `exponential`.
+
+        Args:
+            positions: [B, N] int64; absolute positions, 0..2**32-1.
+            purpose: what the numbers decide.
+            num_groups: how many; the first G numbers do not depend on G.
+            dtype: float32 or float64.
+
+        Returns:
+            [B, N, num_groups], > 0 and finite.
+
+        Raises:
+            ValueError: `positions` has another number of rows than `seeds`.
+        """
+        key, counter = self._philox_rows(positions, purpose, _PER_GROUP)
+        return _to_exponential(philox_rows(key, counter, num_groups), dtype).view(*positions.shape, num_groups)
+
     def _philox_rows(self, positions: torch.Tensor, purpose: Purpose, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B*N, 2] and counter words [B*N, 3] of all positions."""
         if positions.ndim != 2 or len(positions) != len(self.seeds) or positions.dtype != torch.int64:
@@ -201,6 +227,41 @@ def sample(
                 flat_ids if whole or flat_ids is None else flat_ids[some],
             )
     return tokens.view(batch, num_positions)
+
+
+def sample_in_groups(probs: torch.Tensor, streams: Streams, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    """Draw one column per position: its group by an exponential race, the column within by inversion.
+
+        group     argmin_g E_g / S_g, S_g the sum of the group's probabilities; the lowest among equals
+        column    the first of the group at which the sum of its probabilities exceeds u S_group
+
+    E are `exponential_of_groups` and u is `uniform`, of the position and the purpose.
+
+    Args:
+        probs: [B, N, D] float32 or float64, >= 0; rows sum to 1.
+        streams: the requests' random numbers.
+        positions: [B, N] int64; absolute position of the token drawn.
+        purpose: what the draw is for.
+
+    Returns:
+        [B, N] int64 columns of positive probability, distributed as `probs`.
+
+    Raises:
+        ValueError: `positions` and `streams` disagree in the number of requests.
+        AssertionError: a row has no positive probability.
+    """
+    num_groups = -(-probs.shape[-1] // GROUP)
+    grouped = torch.nn.functional.pad(probs, (0, num_groups * GROUP - probs.shape[-1])).unflatten(-1, (-1, GROUP))
+    sums = grouped.sum(-1)
+    assert (sums > 0).any(-1).all(), "a row of probs has no positive entry: nothing can be drawn"
+    times = streams.exponential_of_groups(positions, purpose, num_groups, probs.dtype).div_(sums)
+    group = times.argmin(-1)
+    chosen = grouped.gather(-2, group[..., None, None].expand(*group.shape, 1, GROUP))[..., 0, :]
+    reached = chosen.cumsum(-1).double()
+    goal = streams.uniform(positions, purpose) * reached[..., -1]  # u < 1, so that the last sum always exceeds it
+    # A rounded sum may step where nothing is added, on some devices; a column without probability is never taken.
+    within = ((reached > goal[..., None]) & (chosen > 0)).int().argmax(-1)
+    return group * GROUP + within
 
 
 def _race(

@@ -24,7 +24,7 @@ POINTERS = {
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_cooperative_grid")
 KERNELS = {
-    markov_chain: ("_advance_kernel", "_step_kernel", "_held_chain_kernel", "_chain_kernel"),
+    markov_chain: ("_features_kernel", "_chain_kernel"),
     markov_candidates: ("_candidates_chain_kernel", "_group_maxima_kernel", "_select_kernel"),
     markov_features: ("_hidden_products_kernel",),
 }
@@ -72,7 +72,7 @@ def launches(case: dict) -> tuple[list, int]:
     numbers = torch.empty(len(base), dtype=torch.int64, device="meta")
     requests = ChainRequests(numbers, numbers, numbers, numbers.float(), numbers)
     caught, bound = [], 0
-    with mock.patch.object(markov_plan, "device_programs", return_value=MULTIPROCESSORS):
+    with mock.patch.object(markov_plan, "device_programs", lambda device, residents: residents * MULTIPROCESSORS):
         with_launches = [
             mock.patch.object(module, name, Launches(getattr(module, name), caught))
             for module, names in KERNELS.items()
@@ -85,7 +85,7 @@ def launches(case: dict) -> tuple[list, int]:
             workspace = markov_candidates.CandidatesWorkspace(weights, base, case["candidates"])
             markov_candidates.candidates_chain(weights, base, hidden, requests, out, workspace)
         else:
-            workspace = markov_chain.DenseWorkspace(weights, base, persistent=case.get("persistent", False))
+            workspace = markov_chain.DenseWorkspace(weights, base)
             bound = workspace.plan.shared
             out = ChainOutput.allocate(weights, base)
             markov_chain.dense_chain(weights, base, hidden, requests, out, workspace)
@@ -95,8 +95,8 @@ def launches(case: dict) -> tuple[list, int]:
     return list(once.values()), bound
 
 
-def shared_memory(kernel: object, args: tuple, keywords: dict) -> int:
-    """Bytes of shared memory of a launch, specialised as Triton would: multiples of 16, and ones."""
+def compiled(kernel: object, args: tuple, keywords: dict) -> object:
+    """A launch, compiled as Triton would specialise it: multiples of 16, and ones."""
     signature, constants, attributes = {}, {}, {}
     general = set(kernel.do_not_specialize or ())
     for i, parameter in enumerate(kernel.params):
@@ -115,7 +115,7 @@ def shared_memory(kernel: object, args: tuple, keywords: dict) -> int:
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     options = {name: keywords[name] for name in OPTIONS if name in keywords}
-    return triton.compile(source, target=target, options=options).metadata.shared
+    return triton.compile(source, target=target, options=options)
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def main() -> None:
         wanted = case.get("kernels")
         results.append(
             [
-                [kernel.fn.__name__, shared_memory(kernel, args, keywords), bound]
+                [kernel.fn.__name__, compiled(kernel, args, keywords).metadata.shared, bound]
                 for kernel, args, keywords in caught
                 if wanted is None or kernel.fn.__name__ in wanted
             ]

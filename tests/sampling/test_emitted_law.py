@@ -26,11 +26,10 @@ POSITIONS = 20_000
 
 @dataclass(frozen=True)
 class SharedNoise(Streams):
-    """The mistake: drafts and recoveries read the same noise."""
+    """The mistake: drafts and acceptances read the same number."""
 
-    def exponential(self, positions, purpose, vocab_size, dtype=torch.float32):
-        purpose = Purpose.DRAFT if purpose is Purpose.RECOVERY else purpose
-        return super().exponential(positions, purpose, vocab_size, dtype)
+    def uniform(self, positions, purpose):
+        return super().uniform(positions, Purpose.DRAFT)
 
 
 def same_request(n: int, seed: int) -> tuple[SamplingTensors, Streams]:
@@ -55,7 +54,7 @@ def test_drafting_and_recovering_do_not_lean_towards_the_drafter():
     assert stats.chisquare(counts.numpy(), vector(*P6).numpy() * POSITIONS).statistic < 20.5
 
 
-def test_the_law_notices_noise_shared_by_draft_and_recovery():
+def test_the_law_notices_a_number_shared_by_draft_and_acceptance():
     tensors, request = same_request(POSITIONS, seed=41)
     counts = emitted_by_one_draft(SharedNoise(request.seeds), tensors)
     assert stats.chisquare(counts.numpy(), vector(*P6).numpy() * POSITIONS).statistic > 40

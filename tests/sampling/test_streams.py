@@ -11,7 +11,8 @@ import torch
 from exact_law import P6, vector
 from scipy import stats
 
-from dspark.sampling import Purpose, SamplingParams, Streams, sample, streams
+from dspark.kernels.markov import GROUP
+from dspark.sampling import Purpose, SamplingParams, Streams, sample, sample_in_groups, streams
 
 FALSE_ALARM = 1e-3
 
@@ -65,6 +66,19 @@ def test_uniforms_and_token_noise_of_one_purpose_differ():
     noise = request.exponential(positions(1, 100), Purpose.DRAFT, 2, torch.float64)
     as_uniform = -torch.expm1(-noise)  # both words of the 53 bits, had the counters been the same
     assert ((as_uniform - uniform[..., None]).abs() > 2**-32).all()
+
+
+def test_groups_share_no_number_with_tokens_or_other_groups():
+    """Pairs of neighbouring numbers have 64 bits; a token's, a group's, and the two words of a uniform number."""
+    request, where = seeded(0, 1, -1, 2**32), positions(4, 50)
+    drawn = [request.exponential_of_groups(where, purpose, 64, torch.float64).view(-1, 2) for purpose in Purpose]
+    drawn += [request.exponential(where, purpose, 64, torch.float64).view(-1, 2) for purpose in Purpose]
+    key, counter = request._philox_rows(where, Purpose.DRAFT, 1)
+    drawn.append(streams._to_exponential(streams.philox_rows(key, counter, 2), torch.float64))
+    together = torch.cat(drawn)
+    assert len(together.unique(dim=0)) == len(together)
+    few = request.exponential_of_groups(where, Purpose.DRAFT, 5, torch.float64)
+    assert torch.equal(few, drawn[Purpose.DRAFT].view(4, 50, 64)[..., :5])
 
 
 def test_a_request_has_the_same_numbers_in_any_batch():
@@ -169,6 +183,41 @@ def test_draws_follow_the_probabilities(dtype, small_support, monkeypatch):
     drawn = sample(p.expand(1, 20_000, 6), seeded(21), positions(1, 20_000), Purpose.TARGET)
     counts = torch.bincount(drawn.flatten(), minlength=6)
     assert stats.chisquare(counts.numpy(), vector(*P6).numpy() * 20_000).statistic < 20.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("columns", [5, GROUP, 2 * GROUP + 6])
+def test_draws_in_groups_follow_the_probabilities(columns, dtype):
+    """Chi-square over 20000 positions, false alarm 0.001; of neighbouring positions too, which must be independent."""
+    probs = random_probs(1, 1, columns, seed=columns, dtype=dtype)
+    drawn = sample_in_groups(probs.expand(1, 20_000, columns), seeded(22), positions(1, 20_000), Purpose.DRAFT)[0]
+    p = probs.flatten().double()
+    assert (
+        stats.chisquare(torch.bincount(drawn, minlength=columns).numpy(), (p / p.sum() * 20_000).numpy()).pvalue
+        > FALSE_ALARM
+    )
+    halves = drawn >= columns // 2
+    assert (
+        stats.chi2_contingency(torch.bincount(2 * halves[:-1] + halves[1:].int(), minlength=4).view(2, 2)).pvalue
+        > FALSE_ALARM
+    )
+
+
+def test_draws_in_groups_have_positive_probability():
+    """Rows of one token, of the first and the last, and with zeros at the ends of a group."""
+    probs = torch.zeros(3, 500, 3 * GROUP)
+    probs[0, :, 2 * GROUP] = 1.0
+    probs[1, :, [0, 3 * GROUP - 1]] = torch.tensor([0.25, 0.75])
+    probs[2, :, GROUP + 1 : 2 * GROUP - 1] = 1 / (GROUP - 2)
+    drawn = sample_in_groups(probs, seeded(1, 2, 3), positions(3, 500), Purpose.DRAFT)
+    assert (probs.gather(-1, drawn[..., None]) > 0).all()
+    assert (drawn[0] == 2 * GROUP).all()
+    assert set(drawn[1].tolist()) == {0, 3 * GROUP - 1}
+    tiny = torch.full((1, 1, 2 * GROUP), 1e-45)
+    tiny[..., GROUP + 4] = 1.0
+    assert sample_in_groups(tiny, seeded(1), positions(1, 1), Purpose.DRAFT).item() == GROUP + 4
+    with pytest.raises(AssertionError, match="no positive entry"):
+        sample_in_groups(torch.zeros(1, 1, 5), seeded(1), positions(1, 1), Purpose.DRAFT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -11,7 +11,15 @@ from dspark.checkpoint import check_files, stored_head_digest
 from dspark.confidence import CALIBRATION_FILE, ConfidenceCalibration, Scaling, write_calibration
 from dspark.families import Findings
 from dspark.families.container import open_container
-from dspark.sampling import SamplingParams, SamplingTensors, Streams, draft_token
+from dspark.sampling import (
+    Purpose,
+    SamplingParams,
+    SamplingTensors,
+    Streams,
+    draft_token,
+    sample,
+    to_distribution,
+)
 from dspark.schedule import step_streams
 from dspark.vllm import v2_models
 from dspark.vllm.v1 import served_target
@@ -74,7 +82,14 @@ def run(speculator, step=STEP):
     return hidden.view(PADDED, rows, -1)[: len(step.slots)]
 
 
-def library_chain(library, hidden, step, drafting="probabilistic", streams=None):
+def draw_by_token_id(logits, sampling, streams, positions, drafting, ids):
+    """As `draft_token`, with the numbers of target ids: the draw from candidates."""
+    probs = to_distribution(logits, sampling)
+    columns = None if ids is None else ids.expand_as(probs)[:, None]
+    return sample(probs[:, None], streams, positions[:, None], Purpose.DRAFT, columns)[:, 0], probs
+
+
+def library_chain(library, hidden, step, drafting="probabilistic", streams=None, draw=draft_token):
     """Tokens [R, K], q [R, K, V] over target ids, and confidence logits of the library."""
     sampling = SamplingTensors.stack([SamplingParams(temperature=t) for t in step.temperatures])
     streams = Streams(torch.tensor(step.seeds)) if streams is None else streams
@@ -84,7 +99,7 @@ def library_chain(library, hidden, step, drafting="probabilistic", streams=None)
     def pick(i, logits):
         visible = logits if ids is not None else logits[:, : library.target_vocab_size]
         positions = torch.tensor(step.anchor_positions) + 1 + i
-        token, q = draft_token(visible, sampling, streams, positions, drafting, ids)
+        token, q = draw(visible, sampling, streams, positions, drafting, ids)
         dense = torch.zeros(len(step.slots), library.target_vocab_size)
         dense[:, columns] = (
             torch.nn.functional.one_hot(visible.argmax(-1), visible.shape[1]).float() if q is None else q
@@ -130,7 +145,7 @@ def test_greedy_drafting_keeps_no_q(changes, loaded):
 
 @pytest.mark.parametrize("changes", [{}, HEADS[6].values[0]], ids=["whole", "reduced-gated"])
 def test_candidates_of_each_row(changes, loaded):
-    """With as many candidates as matter, top-k drafting is drafting; the dense cache is gone."""
+    """With as many candidates as matter, top-k drafting has the q of drafting; the dense cache is gone."""
     options = {"draft_sample_method": "probabilistic", "dspark_draft_topk": 16}
     speculator, library = loaded(changes, options)
     hidden = run(speculator)
@@ -138,7 +153,7 @@ def test_candidates_of_each_row(changes, loaded):
     base = library.base_logits(hidden[:, first : first + 4])
     kept = base >= base.topk(16, dim=-1).values[..., -1:]
     full, library.base_logits = library.base_logits, lambda rows: full(rows).masked_fill(~kept, float("-inf"))
-    tokens, q, _ = library_chain(library, hidden, STEP)
+    tokens, q, _ = library_chain(library, hidden, STEP, draw=draw_by_token_id)
     assert speculator.draft_tokens[:3].tolist() == tokens.tolist()
     assert (stored_q(speculator) - q)[1:].abs().max() < 2e-6
     assert speculator.draft_logits.numel() == 0
