@@ -17,7 +17,8 @@ largest maximum, the second between the first and the largest, which are few ste
 
 from dspark.kernels import tl, triton
 from dspark.kernels.markov_device import (
-    joined_log2_mass,
+    fast_exp2,
+    fast_log2,
     noise_of_id,
     prefetch_rows,
     race_winner,
@@ -28,6 +29,8 @@ from dspark.kernels.markov_device import (
 )
 from dspark.kernels.markov_features import embedded_row, request_features, token_confidence
 from dspark.kernels.together import start_next, wait_for_previous
+
+_LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -215,7 +218,11 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
     if HAS_ROWS:
         live = tl.load(cache_rows_ptr + request) >= 0
     if live:
-        k, n = tl.arange(0, K), tl.arange(0, LARGEST)
+        # Candidates are kept as [LARGEST, 1 or 2], a listed one beside each of the largest: none moves to another
+        # thread.
+        SIDES: tl.constexpr = K // LARGEST
+        n = tl.arange(0, LARGEST)
+        k = n[:, None] * SIDES + tl.arange(0, SIDES)[None, :]
         scale, noisy = row_scales(tl.load(temperature_ptr + request))
         seed = tl.load(seeds_ptr + request)
         key_low = tl.zeros([1, 1], tl.uint32) + seed.to(tl.uint32)
@@ -246,17 +253,19 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
         next_column, next_value = tl.load(columns_ptr + after * LARGEST + n), tl.load(values_ptr + after * LARGEST + n)
         for step in range(STEPS):
             at = request * STEPS + step
-            candidate, logits = column, value
+            logits = value
             if LISTED:
                 base_row = base_ptr + request * base_stride + step * base_step
                 listed, listed_logits = _listed(word, base_row, edges_ptr + at * 2)
-                candidate = tl.reshape(tl.join(column, listed), [K])
+                candidate = tl.join(column, listed)
+            else:
+                candidate = tl.expand_dims(column, 1)
             if REDUCED:
                 candidate = tl.load(ids_ptr + candidate).to(tl.int32)
-            noise = tl.zeros([K], tl.float32)  # computed before the logits, which wait for memory
+            noise = tl.zeros([LARGEST, SIDES], tl.float32)  # computed before the logits, which wait for memory
             if noisy > 0.0:
                 position = tl.zeros([1, 1], tl.uint32) + (first + step).to(tl.uint32)
-                noise = tl.reshape(noise_of_id(candidate[None, :], position, key_low, key_high, 0), [K])
+                noise = noise_of_id(candidate, position, key_low, key_high, 0)
             next_rows, these = rows, rows
             if KIND != "none":
                 if BLOCK_K == LARGEST and not AHEAD:
@@ -287,19 +296,20 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
             if CONFIDENCE == "hidden+markov":
                 share = token_confidence(token, w1_ptr, hidden_size, confidence_weight_ptr, RANK, BLOCK_R)
                 tl.store(confidence_ptr + at, tl.load(confidence_ptr + at) + share)
-            if LISTED:
-                logits = tl.reshape(tl.join(logits, listed_logits), [K])
+            logits = tl.join(logits, listed_logits) if LISTED else tl.expand_dims(logits, 1)
             logits = rounded(logits * logit_scale, OUT)
             x = logits * scale
             if TRUNCATED:  # noqa: SIM102 - one is a compile-time branch
                 if noisy > 0.0:
                     top_k, top_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request)
                     top_k = tl.where(top_k > 0, top_k, K)
-                    kept = _kept(x, candidate, top_k, top_p, tl.load(min_p_ptr + request), scratch, K, BLOCK_J)
+                    flat, ids = tl.reshape(x, [K]), tl.reshape(candidate, [K])
+                    kept = _kept(flat, ids, top_k, top_p, tl.load(min_p_ptr + request), scratch, K, BLOCK_J)
+                    kept = tl.reshape(kept.to(tl.int32), [LARGEST, SIDES]) > 0
                     logits = tl.where(kept, logits, float("-inf"))
                     x = tl.where(kept, x, float("-inf"))
                     tl.debug_barrier()  # the scratch is free again
-            token = race_winner(tl.max(race_word(x - noise, candidate), axis=0)).to(tl.int64)
+            token = race_winner(tl.max(tl.max(race_word(x - noise, candidate), axis=1), axis=0)).to(tl.int64)
             # What the token decides is on its way while the results of this step are written.
             if LISTED:
                 word = tl.load(lists_ptr + token * LARGEST + n)
@@ -307,7 +317,9 @@ def _candidates_chain_kernel(  # noqa: C901, PLR0912, PLR0915 - branches of the 
                 embedded = embedded_row(token, w1_ptr, RANK, BLOCK_R)
             tl.store(out_ids_ptr + at * K + k, candidate.to(tl.int64))
             tl.store(out_logits_ptr + at * K + k, logits)
-            tl.store(lse_ptr + at, joined_log2_mass(x, noisy, 0))
+            peak = tl.max(tl.max(x, axis=1), axis=0)
+            mass = tl.sum(tl.sum(fast_exp2(x - peak), axis=1), axis=0)
+            tl.store(lse_ptr + at, tl.where(noisy > 0.0, (peak + fast_log2(mass)) * _LN2, peak))
             tl.store(tokens_ptr + at, token)
             if AHEAD:
                 rows = next_rows
