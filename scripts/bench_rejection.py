@@ -23,8 +23,7 @@ from typing import TextIO
 
 import torch
 
-from dspark.kernels import rejection
-from dspark.kernels.rejection import Block, DraftLaw, Tile, Verified, Workspace, verify, verify_ref
+from dspark.kernels.rejection import Block, DraftLaw, Verified, Workspace, verify, verify_ref
 
 sys.path.insert(0, str(Path(__file__).parent))  # not there under `python -P`
 from rejection_cases import CASES, random_step, settled
@@ -217,45 +216,16 @@ def time_step(batch: int, vocab_size: int, flush: torch.Tensor, bandwidth: float
     return records
 
 
-def time_tiles(flush: torch.Tensor, vocab_size: int = 163840) -> list[dict]:
-    """Dense steps with other tiles of the two launches."""
-    usual = {name: getattr(rejection, name) for name in ("JUDGE_TILE", "EMIT_TILE", "TILES_EACH")}
-    variants = [{}]
-    variants += [{"JUDGE_TILE": Tile(*tile)} for tile in ((4096, 4), (2048, 4), (8192, 8), (8192, 16))]
-    variants += [{"EMIT_TILE": Tile(*tile)} for tile in ((2048, 4), (1024, 4), (4096, 8), (2048, 8))]
-    variants += [{"TILES_EACH": ((0, each),)} for each in (1, 2, 4, 8)]
-    records = []
-    for batch in (1, 16, 64, 256):
-        block, draft = full_step(batch, vocab_size)
-        for variant in variants:
-            for name, value in (usual | variant).items():
-                setattr(rejection, name, value)
-            workspace, out = Workspace(batch, STEPS, vocab_size, DEVICE), Verified.empty(batch, STEPS, DEVICE)
-
-            def ours(block=block, draft=draft, workspace=workspace, out=out) -> Verified:
-                return verify(block, DraftLaw(draft), STEPS, workspace=workspace, out=out)
-
-            time = statistics.median(event_us(graph_of(ours), flush, 20))
-            changed = ", ".join(f"{name} {tuple(value)}" for name, value in variant.items()) or "as it is"
-            records.append({"vocab_size": vocab_size, "batch": batch, "changed": changed, "graph_us": time})
-            print(f"B={batch:3d} {time:8.1f} us   {changed}", flush=True)
-    return records
-
-
 def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file for one JSON object a line")
     parser.add_argument("--quick", action="store_true", help="time V=163840 with 1 and 64 requests only")
-    parser.add_argument("--tiles", action="store_true", help="only compare tiles")
     parser.add_argument("--no-small", action="store_true", help="leave out the checks of small steps")
     args = parser.parse_args()
     torch.manual_seed(0)
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     with args.out.open("w") if args.out is not None else nullcontext() as out:
-        if args.tiles:
-            write(time_tiles(flush), out)
-            return
         failed = report_checks(check_all(not args.no_small), out)
         sizes = [(vocab_size, batch) for vocab_size in VOCABULARIES for batch in BATCHES]
         report_times([(163840, 1), (163840, 64)] if args.quick else sizes, flush, out)
