@@ -6,7 +6,8 @@ waits for, and not the GPU. A step in which every request has all K drafts is th
 whatever it holds, but for the requests' slots, and can be replayed.
 
 Everything else takes vLLM's way: steps with prompts or missing drafts, grammars, log-probabilities, sampling parameters
-that change logits (temperatures other than 0 and 1, truncation, penalties), several ranks, adaptive verification.
+that change logits (temperatures other than 0 and 1, truncation, penalties), several ranks. Adaptive verification, whose
+graphs are for numbers of tokens, comes here with steps that trim nothing and fill their graph.
 """
 
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class SampleGraphs:
         """
         if not self.enabled or not self.covers(hidden_states, batch):
             return None
-        padded, count = batch.num_reqs_after_padding, batch.num_reqs
+        padded, count = len(hidden_states) // self.width, batch.num_reqs
         self.slots[:count].copy_(batch.idx_mapping)
         known = self.recorded.get(padded)
         if known is None:
@@ -76,10 +77,10 @@ class SampleGraphs:
     def covers(self, hidden_states: torch.Tensor, batch: Any) -> bool:
         """Whether a graph computes this step."""
         sampler, slots = self.runner.sampler, batch.idx_mapping_np
-        count, rows = batch.num_reqs, batch.num_reqs_after_padding * self.width
+        count, rows = batch.num_reqs, len(hidden_states)
         return (
             hidden_states.data_ptr() == self.runner.cudagraph_manager.hidden_states.data_ptr()
-            and len(hidden_states) == rows
+            and rows % self.width == 0
             and batch.num_tokens == count * self.width
             and batch.num_draft_tokens == count * (self.width - 1)
             and rows * self.runner.vocab_size * 4 <= MAX_LOGITS_BYTES
@@ -89,8 +90,8 @@ class SampleGraphs:
 
     def run(self, hidden_states: torch.Tensor, batch: Any) -> Sampled:
         """vLLM's method on the whole padded batch, of buffers that stay where they are."""
-        padded = batch.num_reqs_after_padding
-        rows = padded * self.width
+        rows = len(hidden_states)
+        padded = rows // self.width
         # What is read on the host: any slot does for padding, since these requests ask for nothing special.
         slots_np = np.full(padded, batch.idx_mapping_np[0], batch.idx_mapping_np.dtype)
         slots_np[: batch.num_reqs] = batch.idx_mapping_np
@@ -112,7 +113,7 @@ class SampleGraphs:
 
     def record(self, hidden_states: torch.Tensor, batch: Any) -> None:
         """Capture the graph of this padded number of requests; without it, steps take vLLM's way."""
-        padded = batch.num_reqs_after_padding
+        padded = len(hidden_states) // self.width
         try:
             self.recorded[padded] = self.recorder.record(lambda: self.run(hidden_states, batch))
         except RuntimeError as error:
@@ -169,7 +170,6 @@ def can_use_graphs(runner: Any) -> bool:
         and getattr(runner.cudagraph_manager, "hidden_states", None) is not None
         and runner.parallel_config.world_size == 1
         and runner.batch_sharder is None
-        and runner.adaptive_verification is None
         and runner.lora_config is None
         and not sampler.compute_nans
         and not sampler.return_sampling_mask

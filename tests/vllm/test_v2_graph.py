@@ -6,7 +6,7 @@ that vLLM's reads.
 """
 
 import itertools
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,7 +74,6 @@ def runner(monkeypatch):
         cudagraph_manager=SimpleNamespace(hidden_states=torch.zeros(TOKENS, HIDDEN)),
         parallel_config=SimpleNamespace(world_size=1),
         batch_sharder=None,
-        adaptive_verification=None,
         lora_config=None,
         sampler=SimpleNamespace(
             compute_nans=False,
@@ -138,6 +137,21 @@ def test_a_replayed_step_is_vllms(runner):
     assert Again.recorded == 3, "one graph a padded number of requests"
     for found, copies in earlier:
         assert all(map(torch.equal, tensors(found), copies)), "a later step has written into an earlier one's tokens"
+
+
+def test_graphs_for_numbers_of_tokens_take_the_same_way(runner):
+    """Adaptive verification pads requests to what the tokens of a graph could hold; a part of a request is no row."""
+    generator = torch.Generator().manual_seed(3)
+    sample = v2_graph.sampling_in_graphs(vllms_sample)
+    for slots in ([5, 1], [0, 6]):
+        hidden, batch = make_step(runner, generator, slots, 2)
+        batch = replace(batch, num_reqs_after_padding=MOST, seq_lens=runner.buffers.seq_lens)
+        expected = tensors(vllms_sample(runner, hidden, batch, None))
+        assert all(map(torch.equal, tensors(sample(runner, hidden, batch, None)), expected))
+    assert Again.recorded == 1
+    _, batch = make_step(runner, generator, [5, 1], 2)
+    sample(runner, runner.cudagraph_manager.hidden_states[: 2 * WIDTH + 1], batch, None)
+    assert Again.recorded == 1
 
 
 def refuse_grammar(runner, step):
