@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from dspark.cli_flags import check_backend_flags
 from dspark.cli_parsers import build_parser
 from dspark.terminal import say
 
@@ -38,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from dspark.backend_flags import check_backend_flags
     from dspark.cli_paths import check_paths, name_models
 
     logger = logging.getLogger("dspark")

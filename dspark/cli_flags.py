@@ -1,9 +1,19 @@
-"""Flags that several commands of `dspark.cli` share. One that is not given is absent: defaults live in dataclasses."""
+"""Flags that several commands of `dspark.cli` share, and which of them go together."""
 
 import argparse
 from typing import Any
 
 SEVERAL: dict[str, Any] = {"action": "extend", "nargs": "+"}  # `--flag A B`, or the flag again
+# Flags that mean nothing where vLLM runs the models, each with its reason.
+WITH_ENDPOINT = dict.fromkeys(
+    ("drafter", "plain", "layout", "dtype", "device", "num_draft_tokens", "drafting", "schedule"),
+    "the server was started with its own",
+)
+WITH_ENGINE = {
+    "layout": "inside vLLM a checkpoint has to state its layout",
+    "device": "vLLM runs on the device that it was built for",
+    "schedule": "vLLM decides by its own adaptive verification how much it verifies",
+}
 
 
 def add_switch(parser: Any, name: str, text: str) -> None:
@@ -109,3 +119,28 @@ def add_distribution_flags(group: Any) -> None:
     )
     group.add_argument("--seed", type=int, metavar="N", help="of the random numbers")
     group.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit")
+
+
+def check_backend_flags(options: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other.
+
+    Raises:
+        ValueError: with the flag, the one that it contradicts, and what to do.
+    """
+    chosen = getattr(options, "backend", None)
+    if hasattr(options, "endpoint"):
+        if chosen is not None:
+            raise ValueError(f"--endpoint asks a running server, so --backend {chosen} says nothing: leave one out")
+        if not options.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"--endpoint {options.endpoint} is no address such as http://localhost:8000")
+        _refuse(options, "--endpoint", WITH_ENDPOINT)
+    if chosen == "vllm":
+        _refuse(options, "--backend vllm", WITH_ENGINE)
+        if getattr(options, "dtype", None) == "float64":
+            raise ValueError("--dtype float64 does not go with --backend vllm: vLLM has no such models; take float32")
+
+
+def _refuse(options: argparse.Namespace, chosen: str, reasons: dict[str, str]) -> None:
+    for name, reason in reasons.items():
+        if getattr(options, name, False):
+            raise ValueError(f"--{name.replace('_', '-')} does not go with {chosen}: {reason}; leave it out")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from dspark.backend_flags import connect_server, start_engine
+import torch
+
 from dspark.cli_paths import drafter_location, find_drafter, output_folder
 from dspark.commands import Pair, drafter_labels, eval_settings, load_pair, locate_target
 from dspark.confidence import CALIBRATION_FILE, write_calibration
@@ -22,7 +23,7 @@ from dspark.evals.sts_runs import Check, fit_calibration, measure_scaling
 from dspark.loop import check_schedule
 from dspark.schedule import parse_schedule
 from dspark.terminal import align, say
-from dspark.vllm.backends import check_installed
+from dspark.vllm.backends import EngineBackend, ServerBackend, check_installed
 
 VARIED = ("drafter", "num_draft_tokens")  # flags of eval that make cells, beside data sets and temperatures
 
@@ -118,10 +119,18 @@ def _open_backend(
     if pair is not None:
         return LoopBackend(pair.target, pair.drafter, settings), pair.target_name, pair.drafter_name
     if hasattr(options, "endpoint"):
-        return connect_server(options, settings)
+        server = ServerBackend.connect(options.endpoint, getattr(options, "target", None), settings)
+        return server, f"{server.model.name} at {options.endpoint}", "as the server was started with"
     drafter = find_drafter(options)
     location, source = locate_target(getattr(options, "target", None))
-    return start_engine(options, settings, location or options.target, drafter), source, drafter
+    if location is not None and location.gguf_file is not None:
+        raise ValueError(
+            f"--backend vllm cannot load {location.folder / location.gguf_file}: it needs a Hugging Face folder with "
+            "config.json and safetensors"
+        )
+    path = options.target if location is None else str(location.folder)
+    dtype = getattr(options, "dtype", "bfloat16" if torch.cuda.is_available() else "float32")
+    return EngineBackend.start(path, drafter, settings, dtype), source, drafter
 
 
 def report(options: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from dspark.drafter import Drafter, variant
 from dspark.evals.block_scores import score_paths
 from dspark.evals.readings import Reading, alternatives, tap_ids_tried
+from dspark.evals.report import number
 from dspark.evals.stats import Bootstrap, Estimate
 from dspark.evals.target_states import HIDDEN, StateStore, TargetPath, compute_states, target_logits
 from dspark.evals.text_groups import ScoringRule
@@ -44,6 +45,11 @@ LEAST_LOSS = 1e-4  # drafts; differences below it are rounding
 # Readings that score less than this share of the best one on a few anchors are not scored on the rest.
 SCREEN_SHARE = 0.8
 SCREEN_ANCHORS = 2  # of each text
+VERDICTS = {
+    "declared": "the declared one is better",
+    "open": "no difference can be seen",
+    "wrong": "better than declared (all faults together)",
+}
 ALIKE = 0.5  # mean cosine of an own matrix's rows with the target's, below which they are strangers
 
 
@@ -331,21 +337,16 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
     lines = ["healthy: the declared reading is the best of those tried" if diagnosis.healthy else "faults:"]
     lines += [f"  - {fault}" for fault in diagnosis.faults]
     if diagnosis.score is not None and diagnosis.best_score is not None:
+        declared, best = (number(score, 3, interval=True) for score in (diagnosis.score, diagnosis.best_score))
         lines.append(
-            f"accepted drafts per block behind the target's own text, {diagnosis.num_anchors} blocks: "
-            f"{_interval(diagnosis.score)} as declared"
-            + ("" if diagnosis.score == diagnosis.best_score else f", {_interval(diagnosis.best_score)} read best")
+            f"accepted drafts per block behind the target's own text, {diagnosis.num_anchors} blocks: {declared} as "
+            "declared" + ("" if declared == best else f", {best} read best")
         )
         shown = " ".join(f"{value:.2f}" for value in diagnosis.acceptance)
         lines.append(f"acceptance by position (1 - TV): {shown}")
-    words = {
-        "declared": "the declared one is better",
-        "open": "no difference can be seen",
-        "wrong": "better than declared (all faults together)",
-    }
     rows = [
-        (finding.topic, finding.alternative, _interval(finding.difference, signed=True), words[finding.verdict])
-        for finding in diagnosis.findings
+        (found.topic, found.alternative, number(found.difference, 3, interval=True, sign="+"), VERDICTS[found.verdict])
+        for found in diagnosis.findings
     ]
     if rows:
         lines.append(
@@ -354,10 +355,3 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         lines.append(align(rows, indent="  "))
     lines += [f"remark: {remark}" for remark in diagnosis.remarks]
     return "\n".join(lines)
-
-
-def _interval(estimate: Estimate, signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:{sign}.3f}"
-    return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"

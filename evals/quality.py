@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,14 +25,14 @@ from tqdm import tqdm
 
 from dspark.drafter import Drafter, check_num_draft_tokens
 from dspark.evals.block_scores import ScoringRule, score_paths, without_markov
-from dspark.evals.datasets import Dataset, PromptFormat, load_datasets, resolve_prompt_format
+from dspark.evals.datasets import load_datasets, resolve_prompt_format
 from dspark.evals.quality_figures import Quality, measure_quality
 from dspark.evals.records import RECORDS_FILE, RESULTS_FILE, write_json
 from dspark.evals.settings import EvalSettings, describe_drafter, describe_target, library_versions, source_commit
 from dspark.evals.stats import Bootstrap
 from dspark.evals.target_states import (
     StateStore,
-    TargetPath,
+    TextSet,
     compute_states,
     continue_prompts,
     describe_states,
@@ -96,16 +97,6 @@ class QualityRow:
         return row
 
 
-@dataclass(frozen=True)
-class _TextSet:
-    """One data set at one temperature, with the texts to score on."""
-
-    dataset: Dataset
-    temperature: float
-    store: StateStore
-    paths: list[TargetPath]
-
-
 def score_drafters(
     target: HFTarget,
     drafters: Mapping[str, Drafter],
@@ -126,8 +117,7 @@ def score_drafters(
         Rows by data set, temperature, drafter, variant and K, in the order given.
 
     Raises:
-        ValueError: settings, data sets or models do not fit together, K is outside a drafter's range, or the states
-            folder holds others.
+        ValueError: settings, data sets or models do not fit together, or K is outside a drafter's range.
     """
     options = options or QualityOptions()
     for drafter in drafters.values():
@@ -137,7 +127,13 @@ def score_drafters(
     datasets = load_datasets(settings.datasets, settings.limit)
     prompt_format = resolve_prompt_format(target, settings.prompt_mode, settings.thinking)
     with TemporaryDirectory() as scratch:
-        sets = _text_sets(target, datasets, settings, prompt_format, options, options.states or Path(scratch), progress)
+        sets = []
+        for dataset, temperature in product(datasets, settings.temperatures):
+            description = describe_states(target, settings, dataset, prompt_format, temperature)
+            name = f"{dataset.name}-T{temperature:g}-{states_key(description)}"
+            store = StateStore((options.states or Path(scratch)) / name, description)
+            sets.append(TextSet(dataset, temperature, store))
+        continue_prompts(target, sets, settings, prompt_format, progress)
         tap_ids = {tap_id for drafter in drafters.values() for tap_id in drafter.config.tap_ids}
         for texts in sets:
             compute_states(target, texts.store, texts.paths, sorted(tap_ids), progress)
@@ -151,26 +147,6 @@ def score_drafters(
     return rows
 
 
-def _text_sets(
-    target: HFTarget,
-    datasets: Sequence[Dataset],
-    settings: EvalSettings,
-    prompt_format: PromptFormat,
-    options: QualityOptions,
-    root: Path,
-    progress: bool,
-) -> list[_TextSet]:
-    """Open the stores and complete the texts of every data set and temperature; states come later."""
-    opened: list[tuple[Dataset, float, StateStore]] = []
-    for dataset in datasets:
-        for temperature in settings.temperatures:
-            description = describe_states(target, settings, dataset, prompt_format, temperature)
-            store = StateStore(root / f"{dataset.name}-T{temperature:g}-{states_key(description)}", description)
-            opened.append((dataset, temperature, store))
-    texts = continue_prompts(target, opened, settings, prompt_format, progress)
-    return [_TextSet(*parts, paths) for parts, paths in zip(opened, texts, strict=True)]
-
-
 def _variants(drafter: Drafter, ablate: Sequence[str]) -> Iterator[tuple[str, Drafter]]:
     """The drafter, and then what is left of it without each named part that it has."""
     yield "", drafter
@@ -181,7 +157,7 @@ def _variants(drafter: Drafter, ablate: Sequence[str]) -> Iterator[tuple[str, Dr
 def _rows(
     target: HFTarget,
     named: tuple[str, str, Drafter],
-    texts: _TextSet,
+    texts: TextSet,
     settings: EvalSettings,
     options: QualityOptions,
     shared: dict[str, Any],

@@ -120,11 +120,11 @@ def _backend(settings: dict[str, Any]) -> str:
     return f"; by {backend['name']}, which does not report {' and '.join(backend['not_reported'])}"
 
 
-def number(estimate: Estimate, digits: int = 2, interval: bool = False) -> str:
-    """A figure as text, with its interval if asked and known."""
+def number(estimate: Estimate, digits: int = 2, interval: bool = False, sign: str = "-") -> str:
+    """A figure as text, with its interval if asked and known; `sign` "+" writes it before positive ones too."""
     if estimate.value is None:
         return MISSING
-    text = f"{estimate.value:.{digits}f}"
+    text = f"{estimate.value:{sign}.{digits}f}"
     if interval and estimate.low is not None:
-        text += f" [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+        text += f" [{estimate.low:{sign}.{digits}f}, {estimate.high:{sign}.{digits}f}]"
     return text

@@ -24,7 +24,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,38 +172,46 @@ def states_key(description: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
 
 
+@dataclass
+class TextSet:
+    """One data set at one temperature: where its states are, and after `continue_prompts` the texts to score on."""
+
+    dataset: Dataset
+    temperature: float
+    store: StateStore
+    paths: list[TargetPath] = field(default_factory=list)
+
+
 def continue_prompts(
     target: HFTarget,
-    sets: Sequence[tuple[Dataset, float, StateStore]],
+    sets: Sequence[TextSet],
     settings: EvalSettings,
     prompt_format: PromptFormat,
     progress: bool = True,
-) -> list[list[TargetPath]]:
+) -> None:
     """The target's own continuation of every prompt, by plain decoding; what a store has is not generated again.
 
     All sets and temperatures run in one batch, because a step takes a GPU about as long for many requests as for few.
 
     Args:
         target: the target, with its tokenizer.
-        sets: data set, temperature and store of each.
+        sets: their paths are set, in prompt order.
         settings: sampling, seed and batch size. Every request has the seed that an evaluation would give it.
         prompt_format: how prompts are formatted.
         progress: whether to show a bar on stderr.
-
-    Returns:
-        The paths of each set, in prompt order.
 
     Raises:
         ValueError: a stored continuation is of another prompt, because the tokenizer has changed.
     """
     waiting: list[tuple[StateStore, Request]] = []
-    listed: list[tuple[StateStore, list[Request]]] = []
-    for dataset, temperature, store in sets:
-        listed.append((store, list_requests(target, dataset, temperature, prompt_format, settings.seed)))
-        waiting += [(store, request) for request in store.continuations.missing(listed[-1][1])]
+    listed: list[list[Request]] = []
+    for texts in sets:
+        listed.append(list_requests(target, texts.dataset, texts.temperature, prompt_format, settings.seed))
+        waiting += [(texts.store, request) for request in texts.store.continuations.missing(listed[-1])]
     if waiting:
         _generate(target, waiting, settings, progress)
-    return [[_path(target, store, request, settings) for request in requests] for store, requests in listed]
+    for texts, requests in zip(sets, listed, strict=True):
+        texts.paths = [_path(target, texts.store, request, settings) for request in requests]
 
 
 def _generate(

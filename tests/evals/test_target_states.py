@@ -15,6 +15,7 @@ from dspark.evals.target_states import (
     HIDDEN,
     StateStore,
     TargetPath,
+    TextSet,
     compute_states,
     continue_prompts,
     describe_states,
@@ -45,8 +46,9 @@ SETTINGS = EvalSettings(max_new_tokens=9, seed=3, batch_size=4)
 def open_store(target, dataset, folder, settings=SETTINGS, temperature=1.0):
     prompt_format = resolve_prompt_format(target)
     store = StateStore(folder, describe_states(target, settings, dataset, prompt_format, temperature))
-    (paths,) = continue_prompts(target, [(dataset, temperature, store)], settings, prompt_format, progress=False)
-    return store, paths
+    texts = TextSet(dataset, temperature, store)
+    continue_prompts(target, [texts], settings, prompt_format, progress=False)
+    return store, texts.paths
 
 
 def test_the_continuation_is_the_targets_own(target, dataset, tmp_path):
