@@ -47,20 +47,21 @@ def conv_window_ref(
     return torch.where(inside[..., None], F.silu(mixed), 0).to(inputs.dtype)
 
 
-# Channels and warps of a program: 4 channels a thread, of which every token of a row is on its way at once.
-TILE_CHANNELS, NUM_WARPS = 512, 4
+# (channels, warps) of a program: 4 channels a thread, of which every token of a row is on its way at once. With fewer
+# programs than FULL_GRID the time is that of one thread's instructions, and a thread has one channel.
+TILE, SPREAD_TILE, FULL_GRID = (512, 4), (128, 4), 132
 UNROLLED = 16  # most tokens of which a thread keeps all inputs in registers
 
 
 @triton.jit
 def _conv_window_kernel(
     input_ptr, weight_ptr, ring_ptr, slots_ptr, cursor_ptr, num_rows_ptr, first_token_ptr, out_ptr,
-    num_tokens, channels, capacity, input_stride, ring_stride,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    num_tokens, input_stride, ring_stride,
+    CHANNELS: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1)
-    if OVERLAP:
+    if OVERLAP == 1:
         wait_for_previous_kernel()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     given = tl.load(num_rows_ptr + row).to(tl.int32)
@@ -72,23 +73,25 @@ def _conv_window_kernel(
     begin = tl.program_id(0) * BLOCK
     lane = begin + column
     ring = ring_ptr + slot * ring_stride + begin
-    weights = weight_ptr + begin * WIDTH + column * WIDTH
+    weights, taps = weight_ptr + begin * WIDTH + column * WIDTH, ()
+    for i in tl.static_range(WIDTH):
+        taps = taps + (tl.load(weights + i, mask=lane < CHANNELS, other=0.0).to(tl.float32),)  # noqa: RUF005 (no unpacking)
+    if OVERLAP == 2:
+        wait_for_previous_kernel()
     for start in range(0, filled, TOKENS):
         # Every input of these tokens is loaded before the first output is stored.
-        line, taps = (), ()
-        for i in tl.static_range(WIDTH):
-            taps = taps + (tl.load(weights + i, mask=lane < channels, other=0.0).to(tl.float32),)  # noqa: RUF005 (no unpacking)
+        line = ()
         for i in tl.static_range(1 - WIDTH, TOKENS):
             token = count * 0 + (start + i)
             value = tl.load(
                 input_ptr + (first + token) * input_stride + begin + column,
-                mask=lane < tl.where((token >= 0) & (token < count), channels, 0),
+                mask=lane < tl.where((token >= 0) & (token < count), CHANNELS, 0),
                 other=0.0,
             )
             if i < 0:  # before the row's first token lies its history
-                past = ring + ((cursor + capacity + token) % capacity) * channels
+                past = ring + ((cursor + CAPACITY + token) % CAPACITY) * CHANNELS
                 value += tl.load(
-                    past + column, mask=lane < tl.where((token < 0) & (count > 0), channels, 0), other=0.0
+                    past + column, mask=lane < tl.where((token < 0) & (count > 0), CHANNELS, 0), other=0.0
                 ).to(value.dtype)
             line = line + (value,)  # noqa: RUF005
         for i in tl.static_range(TOKENS):
@@ -96,13 +99,13 @@ def _conv_window_kernel(
             for j in tl.static_range(WIDTH):
                 mixed += line[i + j].to(tl.float32) * taps[j]
             mixed = tl.where(start + i < count, mixed * sigmoid_of(mixed), 0.0)
-            out = out_ptr + (first + start + i) * channels + begin
+            out = out_ptr + (first + start + i) * CHANNELS + begin
             tl.store(
-                out + column, mixed.to(out_ptr.dtype.element_ty), mask=lane < tl.where(start + i < filled, channels, 0)
+                out + column, mixed.to(out_ptr.dtype.element_ty), mask=lane < tl.where(start + i < filled, CHANNELS, 0)
             )
-            place = ring + ((cursor + start + i) % capacity) * channels
+            place = ring + ((cursor + start + i) % CAPACITY) * CHANNELS
             recorded = line[i + WIDTH - 1].to(ring_ptr.dtype.element_ty)
-            tl.store(place + column, recorded, mask=lane < tl.where(start + i < count, channels, 0))
+            tl.store(place + column, recorded, mask=lane < tl.where(start + i < count, CHANNELS, 0))
 
 
 def launch_conv_window(
@@ -113,6 +116,7 @@ def launch_conv_window(
     cursor: torch.Tensor,
     num_rows: torch.Tensor,
     first_token: torch.Tensor | None = None,
+    rows_settled: bool = False,
 ) -> torch.Tensor:
     """Same contract as `conv_window`, wherever Triton runs."""
     num_tokens, channels = inputs.shape[1:]
@@ -121,11 +125,13 @@ def launch_conv_window(
     if packed:  # no row can be longer
         num_tokens = ring.shape[1] - weight.shape[1] + 1
     inputs = inputs.flatten(0, 1)
-    _conv_window_kernel[(triton.cdiv(channels, TILE_CHANNELS), batch)](
+    spread = triton.cdiv(channels, TILE[0]) * batch < FULL_GRID
+    block, num_warps = SPREAD_TILE if spread else TILE
+    _conv_window_kernel[(triton.cdiv(channels, block), batch)](
         inputs, weight.contiguous(), ring, slots, cursor, num_rows, first_token if packed else slots, out,
-        num_tokens, channels, ring.shape[1], inputs.stride(0), ring.stride(0),
-        WIDTH=weight.shape[1], TOKENS=max(1, min(UNROLLED, num_tokens)), BLOCK=TILE_CHANNELS, PACKED=packed,
-        **launch_options(out, NUM_WARPS),
+        num_tokens, inputs.stride(0), ring.stride(0), CHANNELS=channels, CAPACITY=ring.shape[1],
+        WIDTH=weight.shape[1], TOKENS=max(1, min(UNROLLED, num_tokens)), BLOCK=block, PACKED=packed,
+        **launch_options(out, num_warps, rows_settled=rows_settled and weight.is_contiguous()),
     )  # fmt: skip
     return out
 
@@ -138,6 +144,8 @@ def conv_window(
     cursor: torch.Tensor,
     num_rows: torch.Tensor,
     first_token: torch.Tensor | None = None,
+    *,
+    rows_settled: bool = False,
 ) -> torch.Tensor:
     """Convolve T new tokens a row behind their history, and record them.
 
@@ -150,6 +158,8 @@ def conv_window(
         cursor: [B] int64, 0..R-1, ring row of the row's first token.
         num_rows: [B] int64, 0..T; packed, at most R - W + 1.
         first_token: [B] int64, index of each row's first token on the packed line.
+        rows_settled: True promises that the kernel launched right before this call wrote none of `weight`, `slots`,
+            `cursor`, `num_rows` and `first_token`: they may then be read before it ends.
 
     Returns:
         Like `inputs`; zero past `num_rows`, for padding rows, and for packed tokens of no row.
@@ -166,5 +176,6 @@ def conv_window(
             f"{weight.shape[1] - 1} need {needed}; "
             "with fewer, a rejected token would overwrite history that rollback still reads"
         )
-    run = launch_conv_window if runs_kernel(ring) else conv_window_ref
-    return run(inputs, weight, ring, slots, cursor, num_rows, first_token)
+    if runs_kernel(ring):
+        return launch_conv_window(inputs, weight, ring, slots, cursor, num_rows, first_token, rows_settled)
+    return conv_window_ref(inputs, weight, ring, slots, cursor, num_rows, first_token)

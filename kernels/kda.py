@@ -127,23 +127,6 @@ class KDALayer:
 
 
 @dataclass(frozen=True)
-class Window:
-    """The short convolution of a layer, where verification does it too; see `dspark.kernels.conv_window`.
-
-    The channels C = H (2 K + V) are those of all queries, then all keys, then all values.
-
-    Attributes:
-        taps: [W, C], the convolution's weight with its channels last, so that neighbours in memory are read together.
-        ring: [N, R, C], inputs of recent tokens by slot of the state; R at least W - 1 + T.
-        cursor: [B] int64, ring row of each row's first token.
-    """
-
-    taps: torch.Tensor
-    ring: torch.Tensor
-    cursor: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Rows:
     """Where the rows of a batch have their state; made once a step and used by every layer.
 

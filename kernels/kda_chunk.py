@@ -27,21 +27,18 @@ from typing import Any
 import torch
 
 from dspark.kernels import tl, triton
-from dspark.kernels.kda import KDALayer, Rows, Tokens, Window
+from dspark.kernels.kda import KDALayer, Rows, Tokens
 from dspark.kernels.kda_device import (
-    convolved,
     exp_of,
     first_of_row,
     halves,
     halves_dot,
     head_rate,
-    load_pairs,
     log_decay,
     prefetch,
     selected_sums,
     sigmoid_of,
     stacked,
-    store_pairs,
     unstacked,
     wait_for_previous_kernel,
 )
@@ -52,7 +49,6 @@ FACTOR_LIMIT = 80.0  # e^80 is the largest power of e that still multiplies safe
 FULL_GRID = 132  # programs that fill a Hopper GPU; with fewer heads than that a state is spread over two
 
 # (value channels of a program, those of them in registers at a time, warps, most registers of a thread)
-PAIRS = False
 TILE, SPREAD_TILE = (128, 64, 4, 96), (64, 64, 4, 128)
 PART = 64  # key channels in registers at a time
 
@@ -95,11 +91,10 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr, first_token_ptr,
     lower_bound, num_tokens,
     query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
-    taps_ptr, ring_ptr, cursor_ptr, ring_rows, ring_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, HOLDS: tl.constexpr, PACKED: tl.constexpr,
-    WIDTH: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr, TILE_V: tl.constexpr, PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_V: tl.constexpr, TILE_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     if OVERLAP == 1:
@@ -118,18 +113,18 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     SPAN: tl.constexpr = 128 // (state_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a cache line
     line = tl.arange(0, BLOCK_V * PARTS * BLOCK_P // SPAN) * SPAN
     prefetch(state_base + tl.minimum(line, (VALUE_DIM - first_value) * KEY_DIM - 1))
-    record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
-    start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
-    folds = (tl.load(fold_ptr + row) != 0) & (held > 0)
-    if OVERLAP == 2:
-        wait_for_previous_kernel()
     if (count == 0) | (HOLDS == 2):  # with held records the window may end before the row's last place does
+        if OVERLAP == 2:
+            wait_for_previous_kernel()
         values = tl.arange(0, BLOCK_V)
         empty = ((place >= count) & (place < filled))[:, None] & (first_value + values < VALUE_DIM)[None, :]
         nothing = tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty)
         tl.store(out + place[:, None] * out_stride + values[None, :], nothing, mask=empty)
         if count == 0:
             return
+    record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
+    start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
+    folds = (tl.load(fold_ptr + row) != 0) & (held > 0)
     rate = head_rate(a_log_ptr, head, HAS_RATE)
     keys_held = key_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
     gates_held = gate_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
@@ -149,11 +144,6 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     own_queries = query_ptr + token * query_stride + head * KEY_DIM
     own_gates = gate_ptr + token * gate_stride + head * KEY_DIM
     own_values = value_ptr + token * value_stride + (head * VALUE_DIM + first_value)
-    CHANNELS: tl.constexpr = HEADS * (2 * KEY_DIM + VALUE_DIM)
-    cursor, ring = 0, ring_ptr
-    if WIDTH:  # the tokens are the convolution's inputs
-        cursor = tl.load(cursor_ptr + row).to(tl.int32)
-        ring = ring_ptr + slot * ring_stride
 
     # Everything in parts of BLOCK_P key channels, which take turns in a thread's registers.
     biases = ()
@@ -182,51 +172,42 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
         for part in tl.static_range(PARTS):
             weight_high, weight_low = halves(records[part].to(tl.float32) * scale * exp_of(behinds[part]))
             weight_highs, weight_lows = weight_highs + (weight_high,), weight_lows + (weight_low,)
-    keys, queries, totals = (), (), ()
+    # Rows past the count are zero: they decay, read and add nothing.
+    totals = ()
+    for part in tl.static_range(PARTS):
+        columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
+        lane, inside = columns[None, :], is_new[:, None] & (columns < KEY_DIM)[None, :]
+        raw_gate = tl.load(own_gates + t[:, None] * gate_stride + lane, mask=inside, other=0.0)
+        if first_value == 0:
+            record_place = new_row[:, None] * KEY_DIM + lane
+            tl.store(gates_held + record_place, raw_gate.to(gate_record_ptr.dtype.element_ty), mask=inside)
+        if HOLDS == 2:
+            of_record = (t < 0)[:, None] & (columns < KEY_DIM)[None, :]
+            recorded = held_row[:, None] * KEY_DIM + lane
+            raw_gate += tl.load(gates_held + recorded, mask=of_record, other=0.0).to(raw_gate.dtype)
+            inside = (t < count)[:, None] & (columns < KEY_DIM)[None, :]
+        decay = tl.where(inside, log_decay(raw_gate.to(tl.float32) + biases[part], rate, lower_bound, BOUNDED), 0.0)
+        totals = totals + (tl.cumsum(decay, axis=0),)
+    if (OVERLAP == 2) & (HOLDS != 2):
+        wait_for_previous_kernel()
+    keys, queries = (), ()
     key_squares = tl.zeros([TOKENS, BLOCK_P], tl.float32)
     query_squares = key_squares
     for part in tl.static_range(PARTS):
         columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
-        lane, own = columns[None, :], columns < KEY_DIM
-        # Rows past the count are zero: they decay, read and add nothing.
-        inside = is_new[:, None] & own[None, :]
-        raw_gate = tl.load(own_gates + t[:, None] * gate_stride + lane, mask=inside, other=0.0)
-        if WIDTH:
-            at = HEADS * KEY_DIM + head * KEY_DIM
-            raw_key = convolved(
-                own_keys, key_stride, ring + at, cursor, ring_rows, CHANNELS, taps_ptr + at, t, count, columns, own,
-                WIDTH, BLOCK_V >= VALUE_DIM,
-            )  # fmt: skip
-            at = head * KEY_DIM
-            raw_query = convolved(
-                own_queries, query_stride, ring + at, cursor, ring_rows, CHANNELS, taps_ptr + at, t, count, columns,
-                own, WIDTH, BLOCK_V >= VALUE_DIM,
-            )  # fmt: skip
-            if BLOCK_V < VALUE_DIM:  # noqa: SIM102 (known when compiling, unlike the next)
-                if first_value == 0:
-                    place_in_ring = ((cursor + t) % ring_rows)[:, None] * CHANNELS + head * KEY_DIM + lane
-                    new = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
-                    tl.store(ring + place_in_ring, new.to(ring_ptr.dtype.element_ty), mask=inside)
-                    new = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
-                    tl.store(ring + HEADS * KEY_DIM + place_in_ring, new.to(ring_ptr.dtype.element_ty), mask=inside)
-        else:
-            raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
-            raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
+        lane, inside = columns[None, :], is_new[:, None] & (columns < KEY_DIM)[None, :]
+        raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
+        raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
         if first_value == 0:
             record_place = new_row[:, None] * KEY_DIM + lane
             tl.store(keys_held + record_place, raw_key.to(key_record_ptr.dtype.element_ty), mask=inside)
-            tl.store(gates_held + record_place, raw_gate.to(gate_record_ptr.dtype.element_ty), mask=inside)
         if HOLDS == 2:
-            of_record = (t < 0)[:, None] & own[None, :]
+            of_record = (t < 0)[:, None] & (columns < KEY_DIM)[None, :]
             recorded = held_row[:, None] * KEY_DIM + lane
             raw_key += tl.load(keys_held + recorded, mask=of_record, other=0.0).to(raw_key.dtype)
-            raw_gate += tl.load(gates_held + recorded, mask=of_record, other=0.0).to(raw_gate.dtype)
-            inside = (t < count)[:, None] & own[None, :]
-        decay = tl.where(inside, log_decay(raw_gate.to(tl.float32) + biases[part], rate, lower_bound, BOUNDED), 0.0)
         key_squares += raw_key.to(tl.float32) * raw_key.to(tl.float32)
         query_squares += raw_query.to(tl.float32) * raw_query.to(tl.float32)
         keys, queries = keys + (raw_key,), queries + (raw_query,)
-        totals = totals + (selected_sums(place[None, :] <= place[:, None], decay),)
     key_scale = tl.rsqrt(tl.sum(key_squares, axis=1) + 1e-6)[:, None]
     query_scale = tl.rsqrt(tl.sum(query_squares, axis=1) + 1e-6)[:, None] * (1.0 / tl.sqrt(KEY_DIM * 1.0))
 
@@ -262,14 +243,7 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
         values = begin + tl.arange(0, TILE_V)
         known = first_value + values < VALUE_DIM
         taken = is_new[:, None] & known[None, :]
-        if WIDTH:
-            at_values = HEADS * 2 * KEY_DIM + head * VALUE_DIM + first_value
-            value = convolved(
-                own_values, value_stride, ring + at_values, cursor, ring_rows, CHANNELS, taps_ptr + at_values, t,
-                count, values, known, WIDTH, True,
-            )  # fmt: skip
-        else:
-            value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
+        value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
         high, low = (0, 0)
         if HOLDS:
             some = (place < folded)[:, None] & known[None, :]
@@ -280,19 +254,14 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
             columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
             states = state_base + (values[:, None] * KEY_DIM + columns[None, :])
             whole = known[:, None] & (columns < KEY_DIM)[None, :]
-            if PAIRS:
-                state = load_pairs(states)
-            elif KEY_DIM == PARTS * BLOCK_P and VALUE_DIM % BLOCK_V == 0:
+            if KEY_DIM == PARTS * BLOCK_P and VALUE_DIM % BLOCK_V == 0:
                 state = tl.load(states).to(tl.float32)
             else:
                 state = tl.load(states, mask=whole, other=0.0).to(tl.float32)
             if HOLDS:
                 state = halves_dot(high, low, weight_highs[part], weight_lows[part], state * passed[part][None, :])
                 kept = state.to(state_ptr.dtype.element_ty)
-                if PAIRS:
-                    if folds:
-                        store_pairs(states, kept)
-                elif folds:
+                if folds:
                     tl.store(states, kept, mask=whole)
                 state = kept.to(tl.float32)  # as later steps will find it
             # One product for keys and queries with the state on the tall side, which is what tensor cores take whole.
@@ -320,7 +289,6 @@ def launch_kda_chunk(
     rows: Rows,
     *,
     deferred: bool = True,
-    window: Window | None = None,
     rows_settled: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -335,15 +303,11 @@ def launch_kda_chunk(
     holds = 0 if not deferred else 1 if rows.max_held == 0 else 2
     bound, longest = layer.gate.lower_bound, MAX_TOKENS if holds == 2 else num_tokens
     arguments, sizes = verify_arguments(tokens, layer, rows, out)
-    block_k, unused = sizes.pop("BLOCK_K"), rows.slots
-    convolution = (unused, unused, unused, 1, 0)
-    if window is not None:
-        convolution = (window.taps, window.ring, window.cursor, window.ring.shape[1], window.ring.stride(0))
+    block_k = sizes.pop("BLOCK_K")
+    rows_settled = rows_settled and arguments[3].data_ptr() == tokens.gate.data_ptr()  # else a copy is being written
     _kda_chunk_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
         *arguments,
-        *convolution,
         **sizes,
-        WIDTH=0 if window is None else window.taps.shape[0],
         FACTORED=bound is not None and -bound * longest <= FACTOR_LIMIT,
         WINDOW=next(n for n in (8, 9, 16) if longest <= n),
         TOKENS=16,
@@ -352,7 +316,6 @@ def launch_kda_chunk(
         BLOCK_P=min(PART, block_k),
         TILE_V=min(tile_v, block_v),
         HOLDS=holds,
-        PAIRS=PAIRS and holds == 1,
         **launch_options(out, num_warps, registers, rows_settled=rows_settled),
     )
     return out

@@ -224,36 +224,6 @@ def unstacked(x):
 
 
 @triton.jit
-def convolved(
-    input_ptr, input_stride, ring_ptr, cursor, capacity, channels, taps_ptr, t, count, columns, own,
-    WIDTH: tl.constexpr, RECORD: tl.constexpr,
-):  # fmt: skip
-    """The short convolution of tokens `t` [T] of a row, [T, D] in their dtype, zero outside 0..count-1.
-
-    All pointers are at the first of the channels `columns` [D], `input_ptr` at the row's first token and `ring_ptr` at
-    its slot. `RECORD` writes the inputs into the ring.
-    """
-    mixed = tl.zeros([t.shape[0], columns.shape[0]], tl.float32)
-    inside = ((t >= 0) & (t < count))[:, None] & own[None, :]
-    for i in tl.static_range(WIDTH):
-        source = t + (i - (WIDTH - 1))  # negative: a row of the history
-        # Every row of the tile loads its own copy: taps then are where the tile's elements are.
-        place = i * channels + source[:, None] * 0 + columns[None, :]
-        tap = tl.load(taps_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        place = source[:, None] * input_stride + columns[None, :]
-        value = tl.load(input_ptr + place, mask=inside & (source >= 0)[:, None], other=0.0)
-        if RECORD and i == WIDTH - 1:
-            place = ((cursor + t) % capacity)[:, None] * channels + columns[None, :]
-            tl.store(ring_ptr + place, value.to(ring_ptr.dtype.element_ty), mask=inside)
-        value = value.to(tl.float32)
-        if i < WIDTH - 1:
-            place = ((cursor + capacity + source) % capacity)[:, None] * channels + columns[None, :]
-            value += tl.load(ring_ptr + place, mask=inside & (source < 0)[:, None], other=0.0).to(tl.float32)
-        mixed += value * tap
-    return (mixed * sigmoid_of(mixed)).to(input_ptr.dtype.element_ty)
-
-
-@triton.jit
 def wait_for_previous_kernel():
     """Go on when the kernel before has ended, and let the next one be launched."""
     tl.extra.cuda.gdc_wait()
@@ -267,28 +237,3 @@ def prefetch(pointers):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
         )
-
-
-@triton.jit
-def load_pairs(pointers):
-    """float32 numbers at `pointers`, two neighbours of the last axis at a time, in the layout that their use asks for.
-
-    A load of Triton's own chooses its layout by itself, and tensor cores' operands then go through shared memory.
-    """
-    if _INTERPRETED:
-        return tl.load(pointers)
-    return tl.inline_asm_elementwise(
-        "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l,l", [pointers], dtype=tl.float32, is_pure=False, pack=2
-    )
-
-
-@triton.jit
-def store_pairs(pointers, x):
-    """The same for stores."""
-    if _INTERPRETED:
-        tl.store(pointers, x)
-    else:
-        tl.inline_asm_elementwise(
-            "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;", "=r,=r,l,l,r,r",
-            [pointers.to(tl.int64), x], dtype=tl.int32, is_pure=False, pack=2,
-        )  # fmt: skip

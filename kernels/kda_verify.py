@@ -9,13 +9,11 @@ Read `kda_verify_ref` first.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 
 from dspark.kernels import tl, triton
-from dspark.kernels.conv_window import conv_window, conv_window_ref
-from dspark.kernels.kda import KDALayer, Rows, Tokens, Window, kda_scan, ring_rows, runs, runs_kernel
+from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows, runs, runs_kernel
 from dspark.kernels.kda_chunk import MAX_TOKENS, launch_kda_chunk, outputs_for, verify_arguments
 from dspark.kernels.kda_commit import kda_fold_ref
 from dspark.kernels.kda_device import exp_of, first_of_row, folded, head_rate, log_decay, sigmoid_of
@@ -24,15 +22,10 @@ from dspark.kernels.kda_device import exp_of, first_of_row, folded, head_rate, l
 # sixteen.
 SERIAL_TOKENS = 4
 SERIAL_TILE_V, SERIAL_WARPS = 32, 4
-# Heads in a batch below which the chunk kernel does the convolution too. On an H200 a kernel of its own, overlapping
-# the verification's launch, was faster at every batch (0.75 against 0.82 ms a step of Kimi K3 at batch 1).
-FUSED_HEADS = 0
 
 
-def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows, window: Window | None = None) -> torch.Tensor:
+def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
     """The definition, in PyTorch. Same contract as `kda_verify`; packed outputs are new."""
-    if window is not None:
-        tokens = convolved_tokens(tokens, rows, window, conv_window_ref)
     if rows.first_token is not None:
         return _packed_verify_ref(tokens, layer, rows)
     num_tokens, records = tokens.key.shape[1], layer.records
@@ -161,7 +154,6 @@ def kda_verify(
     rows: Rows,
     *,
     deferred: bool = True,
-    window: Window | None = None,
     max_tokens: int | None = None,
     rows_settled: bool = False,
     out: torch.Tensor | None = None,
@@ -174,12 +166,10 @@ def kda_verify(
         layer: checkpoint and records; only the records change, and the checkpoint of rows that fold.
         rows: where each row's state lies. held + T must not exceed the records' capacity.
         deferred: False promises that no row holds records, as after `Rows.current`; kernels then skip looking for them.
-        window: the convolution in front, if it is to be done here as well: `tokens.query`, `key` and `value` are then
-            its inputs, and its ring is written. The cursor stays where it is.
         max_tokens: the most tokens that a row has, where tokens are packed; default the records' capacity. At most 16
             lets the chunk kernel run. A longer row is an error that nothing here can see.
-        rows_settled: True promises that the kernel launched right before this call did not write any tensor of `rows`
-            (it was the convolution, say): reading them may then start before that kernel ends.
+        rows_settled: True promises that the kernel launched right before this call wrote nothing that is read here but
+            queries, keys and values (it was the convolution, say): all else is then worked on before that kernel ends.
         out: [B, T, H, V] or [1, N, H, V] to write into, its last two axes contiguous.
 
     Returns:
@@ -208,26 +198,12 @@ def kda_verify(
             f"{tuple(out.shape)} with strides {out.stride()}: outputs would be written elsewhere"
         )
     if not runs_kernel(layer.checkpoint):
-        return _into(out, kda_verify_ref(tokens, layer, rows, window), rows)
+        return _into(out, kda_verify_ref(tokens, layer, rows), rows)
     held = 0 if not deferred else capacity - max_tokens if rows.max_held is None else rows.max_held
     in_chunk = max_tokens > SERIAL_TOKENS and max_tokens + held <= MAX_TOKENS
-    if window is not None and not (in_chunk and len(rows.slots) * tokens.key.shape[2] < FUSED_HEADS):
-        tokens, window = convolved_tokens(tokens, rows, window, conv_window), None
     if in_chunk:
-        return launch_kda_chunk(
-            tokens, layer, rows, deferred=deferred, window=window, rows_settled=rows_settled, out=out
-        )
+        return launch_kda_chunk(tokens, layer, rows, deferred=deferred, rows_settled=rows_settled, out=out)
     return launch_kda_serial(tokens, layer, rows, deferred=deferred, out=out)
-
-
-def convolved_tokens(tokens: Tokens, rows: Rows, window: Window, convolve: Callable[..., torch.Tensor]) -> Tokens:
-    """What `tokens` are after the convolution."""
-    parts = [tokens.query, tokens.key, tokens.value]
-    line = torch.cat([x.flatten(2) for x in parts], dim=2)
-    mixed = convolve(line, window.taps.T, window.ring, rows.slots, window.cursor, rows.num_rows, rows.first_token)
-    sizes = [x.shape[2] * x.shape[3] for x in parts]
-    mixed_parts = [m.unflatten(2, x.shape[2:]) for m, x in zip(mixed.split(sizes, dim=2), parts, strict=True)]
-    return Tokens(*mixed_parts, tokens.gate, tokens.beta)
 
 
 def _into(out: torch.Tensor | None, outputs: torch.Tensor, rows: Rows) -> torch.Tensor:

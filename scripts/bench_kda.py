@@ -62,12 +62,8 @@ VARIANTS = (
             (16, 4, 128),
         )
     }
+    | tiles("conv", conv_module, ("TILE", "SPREAD_TILE"), "512x4 256x4 128x4 128x1")
     | {
-        f"conv-{tile}x{warps}": [(conv_module, "TILE_CHANNELS", tile), (conv_module, "NUM_WARPS", warps)]
-        for tile, warps in ((512, 2), (256, 2), (1024, 8), (128, 1))
-    }
-    | {
-        "chunk-pairs": [(kda_chunk, "PAIRS", True)],
         "step-fold-inside": [(kda_problem, "FOLDS_APART", False)],
         "step-no-overlap": [(launch_module, "OVERLAP", 0)],
     }
@@ -118,9 +114,7 @@ def phases(problem: Problem) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {
         "verify": lambda: [problem.verify(index, layer, rows[index], mixed) for index, layer in every],
         "conv": lambda: [problem.convolve(index, layer) for index, layer in every],
-        "fused": lambda: [problem.fused(index, layer, rows[index]) for index, layer in every],
         "step": lambda: [problem.step(index) for index in range(problem.num_sets)],
-        "step-fused": lambda: [problem.step(index, fused=True) for index in range(problem.num_sets)],
     }
     if not problem.shape.ring:
         found["commit"] = lambda: [
@@ -147,7 +141,7 @@ def measure(problem: Problem, variant: str, only: set[str], bandwidth: float, re
         if only and phase not in only:
             continue
         # Steps with a ring differ, as some fold: a group has to see as many of either kind as there are.
-        timing = timed(run, least=12 if shape.ring and "step" in phase else 1)
+        timing = timed(run, least=12 if shape.ring and phase == "step" else 1)
         layers = problem.num_sets * problem.layers_per_set
         scale = LAYERS / layers
         least = problem.least_bytes(phase, held, folded)
@@ -243,10 +237,7 @@ def parse_args() -> argparse.Namespace:
         "--mode", type=words, default=["commit", "fold", "ring-25"],
         help="commit (fold after every step), fold (in the next verification), ring-R (when R records are full)",
     )  # fmt: skip
-    parser.add_argument(
-        "--only", type=words, default=[],
-        help="phases: verify, commit, conv, fused (convolution and verification in one launch), step, step-fused",
-    )  # fmt: skip
+    parser.add_argument("--only", type=words, default=[], help="phases: verify, commit, conv, step")
     parser.add_argument("--variants", nargs="?", const="", help="also other tiles and warps; prefixes of names to take")
     parser.add_argument("--peers-script", help="the peer harness, a Python file")
     parser.add_argument("--peers", help="folder with the peers' files, as the harness's --stage makes it")

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from dspark.kernels.conv_window import conv_window, conv_window_ref
-from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens, Window
-from dspark.kernels.kda_chunk import launch_kda_chunk
+from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
 from dspark.kernels.kda_commit import kda_commit, kda_commit_ref, kda_fold_held
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref
@@ -77,7 +76,6 @@ class Problem:
         self.gate = self.normal(batch, shape.tokens, heads, DIM).bfloat16()
         self.beta = self.normal(batch, shape.tokens, heads).bfloat16()
         self.weights = [0.5 * self.normal(channels, WIDTH) for _ in range(self.layers_per_set)]
-        self.taps = [weight.T.contiguous() for weight in self.weights]
         gates = [
             Gate(0.5 * self.normal(heads), 9 * self.uniform(heads, DIM) - 7, BOUND) for _ in range(self.layers_per_set)
         ]
@@ -143,29 +141,20 @@ class Problem:
             self.slots,
             self.window_cursor[index],
             self.num_rows,
+            rows_settled=True,
         )
-
-    def fused(self, index: int, layer: int, rows: Rows) -> torch.Tensor:
-        """Convolution and verification in one call."""
-        window = Window(self.taps[layer], self.windows[index][layer], self.window_cursor[index])
-        tokens = self.tokens_of(self.inputs)
-        return launch_kda_chunk(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, window=window)
 
     def verify(self, index: int, layer: int, rows: Rows, mixed: torch.Tensor) -> torch.Tensor:
         tokens = self.tokens_of(mixed)
         return kda_verify(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, rows_settled=True)
 
-    def step(self, index: int, fused: bool = False) -> torch.Tensor:
-        """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs. `fused`: the
-        verification convolves."""
+    def step(self, index: int) -> torch.Tensor:
+        """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs."""
         rows = plan = self.plan(index)
         if self.shape.ring and self.folds_apart:
             rows = kda_fold_held(self.tables[index], plan)
         for layer in range(self.layers_per_set):
-            if fused:
-                out = self.fused(index, layer, rows)
-            else:
-                out = self.verify(index, layer, rows, self.convolve(index, layer))
+            out = self.verify(index, layer, rows, self.convolve(index, layer))
         self.accept(index, plan)
         return out
 
@@ -194,8 +183,6 @@ class Problem:
             "commit": commit,
             "conv": conv,
             "step": whole,
-            "step-fused": whole,
-            "fused": whole - commit * (not shape.ring),
         }[phase]
 
 
@@ -238,7 +225,7 @@ def check(problem: Problem, layer_index: int) -> dict[str, float]:
     exact, cut = picked(problem, layer, rows, index)
     tokens = Tokens(*(x[index].double() for x in vars(problem.tokens_of(mixed)).values()))
     expected = kda_verify_ref(tokens, exact, cut)
-    out = problem.fused(0, layer_index, rows) if layer_index else problem.verify(0, layer_index, rows, mixed)
+    out = problem.verify(0, layer_index, rows, mixed)
     errors = {"conv": relative(mixed[index], exact_mixed), "out": relative(out[index], expected)}
     new = (rows.start + rows.held)[index, None] + torch.arange(shape.tokens, device="cuda")
     new, at = new % shape.capacity, torch.arange(len(index), device="cuda")[:, None]

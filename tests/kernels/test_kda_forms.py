@@ -1,5 +1,5 @@
-"""Forms in which verification takes its inputs: packed tokens, views, far pools, the convolution in front or inside,
-the fold ahead or inside. Each is the same rows."""
+"""Forms in which verification takes its inputs: packed tokens, views, far pools, the fold ahead or
+inside. Each is the same rows."""
 
 import dataclasses
 
@@ -9,7 +9,6 @@ from kda_cases import (
     KERNEL_ERROR,
     close,
     copied,
-    draw,
     filled,
     line_up,
     poisoned,
@@ -18,11 +17,10 @@ from kda_cases import (
     ring,
 )
 
-from dspark.kernels.conv_window import conv_window_ref, launch_conv_window
-from dspark.kernels.kda import KDALayer, Records, Rows, Tokens, Window
+from dspark.kernels.kda import KDALayer, Records, Rows, Tokens
 from dspark.kernels.kda_chunk import launch_kda_chunk
 from dspark.kernels.kda_commit import kda_fold_held
-from dspark.kernels.kda_verify import convolved_tokens, kda_verify, kda_verify_ref, launch_kda_serial
+from dspark.kernels.kda_verify import kda_verify, kda_verify_ref, launch_kda_serial
 
 pytestmark = pytest.mark.usefixtures("on_device")
 KERNELS = pytest.mark.parametrize("verify", [launch_kda_chunk, launch_kda_serial], ids=["chunk", "serial"])
@@ -136,50 +134,3 @@ def test_folding_ahead_is_folding_inside():
         for x, y in zip(vars(a.records).values(), vars(b.records).values(), strict=True):
             assert torch.equal(x.isnan(), y.isnan())
             close(x.nan_to_num(), y.nan_to_num(), KERNEL_ERROR)
-
-
-@pytest.mark.parametrize(
-    ("value_dim", "width", "packed"),
-    [
-        pytest.param(16, 4, False, id="padded"),
-        pytest.param(16, 2, True, id="packed"),
-        pytest.param(130, 4, True, id="value-tiles"),
-    ],
-)
-def test_convolution_inside_the_verification_is_the_one_in_front(value_dim, width, packed):
-    """Outputs, records and the convolution's ring; ragged rows, padding, no token, a ring that wraps."""
-    num_rows, capacity = [9, 1, 3, 5, 0], width + 10
-    rows = ring([3, 0, -1, 1, 2], num_rows, held=[4, 9, 0, 0, 2], start=13, fold=[True, False, False, False, True])
-    layer = filled(random_layer(4, HEADS, 16, value_dim, capacity=18, dtype=torch.float32), rows)
-    tokens = poisoned(random_tokens(5, 9, HEADS, 16, value_dim, dtype=torch.float32), num_rows)
-    channels = HEADS * (32 + value_dim)
-    past = draw(4, capacity, channels, seed=5)
-    cursor = torch.tensor([capacity - 1, 4, 0, 1, 7])
-    before, inside = (Window(draw(width, channels, seed=6), past.clone(), cursor) for _ in range(2))
-    if packed:
-        lines = {name: line_up(x, num_rows, [3, 0, 2, 4, 1]) for name, x in vars(tokens).items()}
-        rows = dataclasses.replace(rows, first_token=lines["key"][1])
-        tokens = Tokens(**{name: x for name, (x, _) in lines.items()})
-    expected, got = copied(layer), copied(layer)
-    want = kda_verify_ref(tokens, expected, rows, before)
-    have = launch_kda_chunk(tokens, got, rows, window=inside)
-    close(have, want, KERNEL_ERROR)
-    assert torch.equal(inside.ring, before.ring)
-    assert not torch.equal(inside.ring, past)
-    close(got.checkpoint, expected.checkpoint, KERNEL_ERROR)
-    for a, b in zip(vars(got.records).values(), vars(expected.records).values(), strict=True):
-        assert torch.equal(a.isnan(), b.isnan()), "another set of records was written"
-        close(a.nan_to_num(), b.nan_to_num(), KERNEL_ERROR)
-
-
-@pytest.mark.parametrize("convolve", [conv_window_ref, launch_conv_window], ids=["reference", "kernel"])
-def test_convolution_in_front_gives_the_tokens(convolve):
-    tokens, rows = random_tokens(2, 3, HEADS, 8, 6, dtype=torch.float32), ring([1, 0], [3, 2])
-    window = Window(draw(4, HEADS * 22), draw(2, 6, HEADS * 22, seed=1), torch.tensor([3, 0]))
-    mixed = convolved_tokens(tokens, rows, window, convolve)
-    assert mixed.gate is tokens.gate
-    assert mixed.value.shape == tokens.value.shape
-    line = torch.cat([x.flatten(2) for x in (tokens.query, tokens.key, tokens.value)], 2)
-    window = Window(window.taps, draw(2, 6, HEADS * 22, seed=1), window.cursor)
-    whole = conv_window_ref(line, window.taps.T, window.ring, rows.slots, window.cursor, rows.num_rows)
-    close(mixed.key, whole[..., HEADS * 8 : HEADS * 16].unflatten(2, (HEADS, 8)), 1e-6)
