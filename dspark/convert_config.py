@@ -20,8 +20,20 @@ def to_deepspec(config: DrafterConfig, dtype: torch.dtype, findings: Findings) -
         dtype: of its weights.
         findings: receives what the packaging cannot express, and notes on what it does not say.
     """
-    findings.attempt(_check_deepspec_vocabulary, config)
-    findings.attempt(_check_deepspec_width, config)
+    if config.draft_vocab_size != config.vocab_size:
+        findings.refuse(
+            f"draft_vocab_size={config.draft_vocab_size} of vocab_size={config.vocab_size}",
+            "a full vocabulary",
+            "DeepSpec's drafters have neither a smaller head nor a d2t table: ids would be read without it.",
+            "Keep this drafter in the speculators packaging.",
+        )
+    if config.target_hidden_size != config.hidden_size:
+        findings.refuse(
+            f"target_hidden_size={config.target_hidden_size} with hidden_size={config.hidden_size}",
+            "equal widths",
+            "DeepSpec builds the tap projection for the drafter's own width.",
+            "Keep this drafter in the speculators packaging.",
+        )
     layers = findings.attempt(_deepspec_layers, config.layers) or {}
     if config.num_target_layers is None:
         findings.note(
@@ -62,8 +74,19 @@ def to_deepspec(config: DrafterConfig, dtype: torch.dtype, findings: Findings) -
 
 def to_speculators(config: DrafterConfig, dtype: torch.dtype, findings: Findings) -> dict[str, Any]:
     """config.json of speculators; arguments as above."""
-    findings.attempt(_check_speculators_vocabulary, config)
-    findings.attempt(_check_speculators_scale, config)
+    if config.draft_vocab_size > config.vocab_size:
+        findings.refuse(
+            f"draft_vocab_size={config.draft_vocab_size} above vocab_size={config.vocab_size}",
+            "at most as many",
+            "speculators would look for a table between the two. Cut the padding rows of lm_head and markov_w2 off.",
+        )
+    if config.logit_scale != 1.0:
+        findings.refuse(
+            f"logit_scale={config.logit_scale}",
+            "1",
+            "speculators has no such field: drafts would be drawn from unscaled logits.",
+            "Fold the scale into lm_head and markov_w2.",
+        )
     layers = findings.attempt(_speculators_layers, config.layers) or {}
     non_causal = layers.pop("sliding_window_non_causal", False)
     if config.num_target_layers is not None:
@@ -93,45 +116,6 @@ def to_speculators(config: DrafterConfig, dtype: torch.dtype, findings: Findings
         "transformer_layer_config": {"model_type": "qwen3", **_backbone(config, dtype), **layers},
         "dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def _check_deepspec_vocabulary(config: DrafterConfig) -> None:
-    if config.draft_vocab_size != config.vocab_size:
-        raise refusal(
-            f"draft_vocab_size={config.draft_vocab_size} of vocab_size={config.vocab_size}",
-            "a full vocabulary",
-            "DeepSpec's drafters have neither a smaller head nor a d2t table: ids would be read without it.",
-            "Keep this drafter in the speculators packaging.",
-        )
-
-
-def _check_deepspec_width(config: DrafterConfig) -> None:
-    if config.target_hidden_size != config.hidden_size:
-        raise refusal(
-            f"target_hidden_size={config.target_hidden_size} with hidden_size={config.hidden_size}",
-            "equal widths",
-            "DeepSpec builds the tap projection for the drafter's own width.",
-            "Keep this drafter in the speculators packaging.",
-        )
-
-
-def _check_speculators_vocabulary(config: DrafterConfig) -> None:
-    if config.draft_vocab_size > config.vocab_size:
-        raise refusal(
-            f"draft_vocab_size={config.draft_vocab_size} above vocab_size={config.vocab_size}",
-            "at most as many",
-            "speculators would look for a table between the two. Cut the padding rows of lm_head and markov_w2 off.",
-        )
-
-
-def _check_speculators_scale(config: DrafterConfig) -> None:
-    if config.logit_scale != 1.0:
-        raise refusal(
-            f"logit_scale={config.logit_scale}",
-            "1",
-            "speculators has no such field: drafts would be drawn from unscaled logits.",
-            "Fold the scale into lm_head and markov_w2.",
-        )
 
 
 def _backbone(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:

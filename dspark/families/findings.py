@@ -43,9 +43,16 @@ class Findings:
         try:
             return check(*args, **kwargs)
         except CheckpointError as error:
-            if str(error) not in self.problems:  # two groups may need the same field
-                self.problems.append(str(error))
+            self._record(error)
             return None
+
+    def refuse(self, found: str, expected: str, *advice: str) -> None:
+        """Record a problem and go on; arguments as for `refusal`."""
+        self._record(refusal(found, expected, *advice))
+
+    def _record(self, error: CheckpointError) -> None:
+        if str(error) not in self.problems:  # two groups may need the same field
+            self.problems.append(str(error))
 
     def gather(self, **readers: Callable[[], Any]) -> dict[str, Any] | None:
         """What each reader gives under its name, None where one refused; the problems of all are recorded."""
