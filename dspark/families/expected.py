@@ -30,26 +30,22 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(config: DrafterConfig, tensors: NamedTensors, findings: Findings) -> None:
     """Compare a checkpoint's tensors with the list its config implies; every difference becomes a problem."""
     layers = sorted({int(match[1]) for name in tensors.sources if (match := LAYER.match(name))})
-    findings.attempt(_check_layers, config, layers)
-    depth = min(config.num_layers, max(layers, default=0) + 1)  # layers that no file has were reported just now
-    expected = expected_shapes(replace(config, num_layers=depth, layers=config.layers[:depth]))
-    findings.attempt(_check_names, config, set(expected), set(tensors.sources) - TABLES)
-    for name in sorted(expected.keys() & tensors.sources.keys()):
-        if tensors.shape(name) != expected[name]:
-            findings.attempt(_refuse_shape, config, tensors, name, expected[name])
-
-
-def _check_layers(config: DrafterConfig, layers: list[int]) -> None:
     if layers != list(range(config.num_layers)):
-        raise refusal(
+        findings.refuse(
             f"layers found {layers}, num_hidden_layers={config.num_layers}",
             f"layers 0..{config.num_layers - 1}",
             "Layers would be dropped or left uninitialised.",
             "Correct num_hidden_layers in config.json, or fetch the complete checkpoint.",
         )
+    depth = min(config.num_layers, max(layers, default=0) + 1)  # layers that no file has were reported just now
+    expected = expected_shapes(replace(config, num_layers=depth, layers=config.layers[:depth]))
+    _check_names(config, set(expected), set(tensors.sources) - TABLES, findings)
+    for name in sorted(expected.keys() & tensors.sources.keys()):
+        if tensors.shape(name) != expected[name]:
+            findings.attempt(_refuse_shape, config, tensors, name, expected[name])
 
 
-def _check_names(config: DrafterConfig, expected: set[str], found: set[str]) -> None:
+def _check_names(config: DrafterConfig, expected: set[str], found: set[str], findings: Findings) -> None:
     def in_known_layer(name: str) -> bool:
         match = LAYER.match(name)
         return match is None or int(match[1]) < config.num_layers  # surplus layers have their own message
@@ -57,7 +53,7 @@ def _check_names(config: DrafterConfig, expected: set[str], found: set[str]) -> 
     missing = sorted(expected - found)
     unexpected = sorted(name for name in found - expected if in_known_layer(name))
     if missing or unexpected:
-        raise refusal(
+        findings.refuse(
             f"tensor names do not match {config.family}: missing {_listed(missing)}, unexpected {_listed(unexpected)}",
             f"exactly its {len(expected)} tensors",
             "A missing weight stays uninitialised and an unused one means that the drafter computes something else.",
