@@ -140,8 +140,9 @@ def measure(problem: Problem, variant: str, only: set[str], bandwidth: float, re
     for phase, run in phases(problem).items():
         if only and phase not in only:
             continue
-        # Steps with a ring differ, as some fold: a group has to see as many of either kind as there are.
-        timing = timed(run, least=12 if shape.ring and phase == "step" else 1)
+        # Where folding is deferred, some steps fold: a group has to see as many of either kind as there are.
+        varies = phase == "step" and shape.capacity > 2 * shape.tokens
+        timing = timed(run, groups=9, least=12) if varies else timed(run)
         layers = problem.num_sets * problem.layers_per_set
         scale = LAYERS / layers
         least = problem.least_bytes(phase, held, folded)
@@ -182,8 +183,9 @@ def run_ours(args: argparse.Namespace, bandwidth: float, report: Report, late: C
                 report.fail(f"{shape.names()} {name}: not run, the time limit is over")
                 continue
             print(f"{shape.names()} {name}", flush=True)
-            only = {name.split("-")[0].replace("chunk", "verify")} if changes else set(args.only)
-            if only == {"commit"} and shape.ring:
+            only = {"chunk": {"verify", "step"}}.get(name[:5], {name.split("-")[0]}) if changes else set(args.only)
+            deferred = shape.capacity > 2 * shape.tokens
+            if (only == {"commit"} and shape.ring) or (name == "step-fold-inside" and not deferred):
                 continue
             with patched(changes):
                 try:
@@ -241,6 +243,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="?", const="", help="also other tiles and warps; prefixes of names to take")
     parser.add_argument("--peers-script", help="the peer harness, a Python file")
     parser.add_argument("--peers", help="folder with the peers' files, as the harness's --stage makes it")
+    parser.add_argument("--schemes", type=words, default=[""], help="peers' schemes, by how their names begin")
     parser.add_argument(
         "--budget-gb", type=float, default=60.0, help="memory for pools; fewer layers where they don't fit"
     )

@@ -92,9 +92,7 @@ SCHEMES = {
     "vLLM snapshots": ("vllm.conv", "vllm.snapshot"),
     "vLLM RecoverSSM": ("vllm.conv", "vllm.verify", "vllm.commit"),
     "SGLang snapshots, fused": ("sgl.fused.snapshot", "sgl.commit.scatter"),
-    "SGLang fold, fused": ("sgl.fused.ring", "sgl.commit.fold"),
     "SGLang fold, vLLM's convolution": ("vllm.conv", "sgl.ring", "sgl.commit.fold"),
-    "fla snapshots, vLLM's convolution": ("vllm.conv", "fla.snapshot"),
     "prototype, commit": ("vllm.conv", "proto.verify2", "proto.commit"),
     "prototype, fold at start": ("vllm.conv", "proto.verify2.fold"),
 }
@@ -127,7 +125,8 @@ def run_peers(args: argparse.Namespace, report: Report, late: Callable[[], bool]
         else:
             print(f"peer files of {name} not found under {args.peers}")
     peers = harness.PEERS | harness.load_protos(roots)
-    wanted = {row for rows in SCHEMES.values() for row in rows}
+    schemes = [rows for name, rows in SCHEMES.items() if name.startswith(tuple(args.schemes))]
+    wanted = {row for rows in schemes for row in rows}
     timer = harness.Timer(20.0, 15)
     for tp in args.tp:
         for state in args.state:
