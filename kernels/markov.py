@@ -17,7 +17,8 @@ log2(e) / T, and groups of GROUP consecutive columns:
 
 The group is drawn with probability 2^mass_g / sum(2^mass), the column with 2^(x - mass_g). An element costs a sum of
 exponentials, which the normaliser takes anyway, and no noise. The logits are those *rounded* ones that are in the
-cache, because verification computes q from them.
+cache, because verification computes q from them. A draw from candidates has one level, `race_ref`, with numbers of
+token ids: few candidates cost little noise.
 
 Arithmetic is float32 throughout: a bias is not rounded before it is added, and the recurrent state is not rounded
 between steps, where the modules in `dspark.heads` round both to the model's dtype.

@@ -39,7 +39,8 @@ class DenseWorkspace:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         parts, blocks = plan.num_parts, plan.num_blocks
-        self.polled = triton.next_power_of_2(batch) if plan.block_b == FEW else plan.block_b
+        # Two rows at least: a single one, spread over more threads than it has words, took twice as long to poll.
+        self.polled = max(triton.next_power_of_2(batch), 2) if plan.block_b == FEW else plan.block_b
         self.words = zeros(2, blocks, self.polled, parts, dtype=torch.int64)
         self.winners = zeros(2, blocks, plan.block_b, dtype=torch.int64)
         self.masses = zeros(blocks, steps, plan.block_b, parts, dtype=torch.int64)

@@ -112,39 +112,50 @@ def tile_masses(
 
 
 @triton.jit
+def read_masses(masses_ptr, count, BLOCK_B: tl.constexpr, FOURS: tl.constexpr):
+    """Log2 masses [4 count, BLOCK_B] in memory as four blocks [BLOCK_B, FOURS], -inf behind them."""
+    k, local = tl.arange(0, FOURS), tl.arange(0, BLOCK_B)
+    at = masses_ptr + k[None, :] * (4 * BLOCK_B) + local[:, None]
+    own = (k < count)[None, :]
+    m0 = tl.load(at, mask=own, other=float("-inf"))
+    m1 = tl.load(at + BLOCK_B, mask=own, other=float("-inf"))
+    m2 = tl.load(at + 2 * BLOCK_B, mask=own, other=float("-inf"))
+    m3 = tl.load(at + 3 * BLOCK_B, mask=own, other=float("-inf"))
+    return m0, m1, m2, m3
+
+
+@triton.jit
 def race_groups(
-    masses_ptr, part, num_parts, count, position, noisy, key_low, key_high,
+    masses, part, num_parts, position, noisy, key_low, key_high,
     BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
-    """The race of a program's groups, whose log2 masses [4 count, BLOCK_B] are in memory. They come in fours, one
+    """The race of a program's groups, from their log2 masses, four blocks [BLOCK_B, FOURS]. Groups come in fours, one
     Philox output each, SPAN_FOURS of them in a span; the program has every num_parts-th span.
 
     Returns, each [BLOCK_B]: the race word of the best key, its group, the group's mass, and the log2 mass of all.
     """
     k = tl.arange(0, FOURS)
-    local = tl.arange(0, BLOCK_B)
     four = (part + k // SPAN_FOURS * num_parts) * SPAN_FOURS + k % SPAN_FOURS
     noise = noise_of_groups(four[None, :].to(tl.uint32), position[:, None], key_low[:, None], key_high[:, None])
-    best = tl.full([BLOCK_B, FOURS], float("-inf"), tl.float32)
-    which = tl.zeros([BLOCK_B, FOURS], tl.int32) + k[None, :] * 4
-    peak, total = tl.full([BLOCK_B, FOURS], _LOWEST, tl.float32), tl.zeros([BLOCK_B, FOURS], tl.float32)
-    for j in tl.static_range(4):
-        at = masses_ptr + (k * 4 + j)[None, :] * BLOCK_B + local[:, None]
-        mass = tl.load(at, mask=(k < count)[None, :], other=float("-inf"))
-        key = mass - noise[j] * noisy[:, None]
-        which = tl.where(key > best, k[None, :] * 4 + j, which)
-        best = tl.maximum(best, key)
-        higher = tl.maximum(peak, mass)
-        total = total * fast_exp2(peak - higher) + fast_exp2(mass - higher)
+    group = tl.zeros([BLOCK_B, FOURS], tl.int32) + four[None, :] * 4
+    best, which, own = masses[0] - noise[0] * noisy[:, None], group, masses[0]
+    peak = tl.maximum(masses[0], _LOWEST)
+    total = fast_exp2(masses[0] - peak)
+    for j in tl.static_range(1, 4):
+        key = masses[j] - noise[j] * noisy[:, None]
+        better = key > best
+        best, which = tl.where(better, key, best), tl.where(better, group + j, which)
+        own = tl.where(better, masses[j], own)
+        higher = tl.maximum(peak, masses[j])
+        total = total * fast_exp2(peak - higher) + fast_exp2(masses[j] - higher)
         peak = higher
-    word = tl.max(race_word(best, which), axis=1)  # places are in the order of groups
-    place = tl.minimum(race_winner(word), 4 * count - 1)
+    word = tl.max(race_word(best, which), axis=1)
+    winner = race_winner(word)
+    own = tl.max(tl.where(which == winner[:, None], own, float("-inf")), axis=1)
     highest = tl.max(peak, axis=1)
     total = tl.sum(total * fast_exp2(peak - highest[:, None]), axis=1)
     mass = tl.where(noisy > 0.0, highest + fast_log2(tl.maximum(total, 1e-37)), highest)
-    k = place // 4
-    group = ((part + k // SPAN_FOURS * num_parts) * SPAN_FOURS + k % SPAN_FOURS) * 4 + place % 4
-    return word, group, tl.load(masses_ptr + place * BLOCK_B + local), mass
+    return word, winner, own, mass
 
 
 @triton.jit

@@ -19,7 +19,14 @@ cache: in one direction, a W2 larger than the cache would be gone each time it i
 
 from dspark.kernels import tl, triton
 from dspark.kernels.markov import GROUP
-from dspark.kernels.markov_dense import corrected, draw_within, race_groups, request_rows, tile_masses
+from dspark.kernels.markov_dense import (
+    corrected,
+    draw_within,
+    race_groups,
+    read_masses,
+    request_rows,
+    tile_masses,
+)
 from dspark.kernels.markov_device import (
     after_barrier,
     bias_of,
@@ -151,23 +158,32 @@ def _add_token_shares(
 
 @triton.jit
 def _race(
-    groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr,
+    masses, groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr,
     cache_ptr, cache_stride, ids_ptr, num_columns, step, HAS_ROWS: tl.constexpr, STORED: tl.constexpr,
-    SCATTERED: tl.constexpr, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
+    SCATTERED: tl.constexpr, HELD: tl.constexpr, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
-    """This program's race words, columns and log2 masses [BLOCK_B] of a step, counted from the requests' positions,
-    from what `tile_masses` left in memory.
+    """This program's race words, columns and log2 masses [BLOCK_B] of a step, counted from the requests' positions.
+    HELD: all its groups are those of one tile, with `masses`; otherwise they are in memory, as are all logits.
 
     What is known of the requests is read anew, which takes no registers from the loop over tiles.
     """
     slot_row, live, scale, noisy, position, key_low, key_high = request_rows(
         row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
     )
-    groups_ptr = after_barrier(groups_ptr)  # masses and logits were written by other threads
     at_step = (position + step).to(tl.uint32)
+    if HELD:
+        even, odd = tl.split(tl.reshape(masses, [BLOCK_B, FOURS, 2, 2]))
+        m0, m2 = tl.split(even)
+        m1, m3 = tl.split(odd)
+        own = (m0, m1, m2, m3)
+    else:
+        groups_ptr = after_barrier(groups_ptr)  # masses were written by other threads
+        own = read_masses(groups_ptr, count, BLOCK_B, FOURS)
     word, group, group_mass, mass = race_groups(
-        groups_ptr, part, num_parts, count, at_step, noisy, key_low, key_high, BLOCK_B, SPAN_FOURS, FOURS
+        own, part, num_parts, at_step, noisy, key_low, key_high, BLOCK_B, SPAN_FOURS, FOURS
     )
+    if HELD:
+        cache_ptr = after_barrier(cache_ptr)  # and so were logits
     cache_row = (slot_row if STORED else row.to(tl.int64)) * cache_stride
     column = draw_within(
         group, group_mass, cache_ptr, cache_row, live, ids_ptr, num_columns,
@@ -332,9 +348,9 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
             tl.store(group_at + place * PER_STEP, masses)
             if i == rounds - 1:
                 word, column, mass = _race(
-                    groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr,
+                    masses, groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr,
                     cache_rows_ptr, cache_ptr + step * cache_step, cache_stride, ids_ptr, num_columns,
-                    first_step + step, HAS_ROWS, STORED, SCATTERED, BLOCK_B, SPAN_FOURS, FOURS,
+                    first_step + step, HAS_ROWS, STORED, SCATTERED, HELD, BLOCK_B, SPAN_FOURS, FOURS,
                 )  # fmt: skip
                 _send(
                     word, column, mass, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
@@ -363,7 +379,6 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                     logits, part, cache_row, live, scale, noisy, cache_ptr + step * cache_step, ids_ptr, num_columns,
                     WHOLE, SCATTERED, PACKED, CACHE, BLOCK_B, TILE,
                 )  # fmt: skip
-                tl.store(group_at, masses)
             else:
                 for i in tl.range(rounds, num_stages=STAGES):
                     place = tl.where(step % 2 == 1, rounds - 1 - i, i)
@@ -375,9 +390,9 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                     )  # fmt: skip
                     tl.store(group_at + place * PER_STEP, masses)
             word, column, mass = _race(
-                groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr,
-                cache_rows_ptr, cache_ptr + step * cache_step, cache_stride, ids_ptr, num_columns,
-                first_step + step, HAS_ROWS, STORED, SCATTERED, BLOCK_B, SPAN_FOURS, FOURS,
+                masses if HELD else 0, groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr,
+                positions_ptr, cache_rows_ptr, cache_ptr + step * cache_step, cache_stride, ids_ptr, num_columns,
+                first_step + step, HAS_ROWS, STORED, SCATTERED, HELD, BLOCK_B, SPAN_FOURS, FOURS,
             )  # fmt: skip
             _send(
                 word, column, mass, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
