@@ -10,6 +10,9 @@ a step that folds leaves at most T held, and one that does not leaves at most R 
 kernel takes held records and new tokens as one window of 16, while a longer one would go token by token; it holds
 where the chunk kernel is used at all, and makes R = T + 16 enough. The decision is taken once, by `plan`, and carried
 as a flag: verification and cursor cannot disagree on it.
+
+With R = 2 T every row folds in its next step what it holds: a step then reads a state once and writes it once, by the
+verification, and needs no launch that folds. Longer rings write less often, for more records to read.
 Source: the ring of ReplaySSM with the fold at the start of the next verification.
 """
 

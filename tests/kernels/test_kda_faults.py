@@ -190,16 +190,16 @@ def test_the_run_passes_unharmed(deferred):
     run(deferred)
 
 
-@pytest.mark.parametrize("deferred", BOTH, ids=["fold-every-step", "fold-when-full"])
+@pytest.mark.parametrize("capacity", [None, 10, 16], ids=["commit", "fold-in-the-next-verification", "fold-when-full"])
 @pytest.mark.parametrize("verify", [launch_kda_chunk, launch_kda_serial], ids=["chunk", "serial"])
-def test_the_run_passes_with_the_kernels(deferred, verify, monkeypatch):
+def test_the_run_passes_with_the_kernels(capacity, verify, monkeypatch):
     def commit(layers, rows, n, destinations=None, boundary=None):
         launch_kda_commit(LayerTable(layers), rows, n, rows.slots if destinations is None else destinations, boundary)
 
     monkeypatch.setattr(kda_engine, "kda_verify", verify)
     monkeypatch.setattr(kda_engine, "kda_commit", commit)
     monkeypatch.setattr(kda_engine, "conv_window", launch_conv_window)
-    run(deferred, bound=KERNEL_ERROR, dtype=torch.float32)
+    run(capacity is not None, bound=KERNEL_ERROR, dtype=torch.float32, capacity=capacity)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,11 @@ def test_packed_outputs_go_where_they_are_wanted():
         kda_verify(tokens, layer, rows, out=wide[..., :HEADS, :].transpose(2, 3))
 
 
-def test_folding_ahead_is_folding_inside():
-    rows = ring([3, 0, -1, 1], [9, 4, 9, 0], held=[7, 3, 0, 2], start=20, fold=[True, False, False, True])
+@pytest.mark.parametrize("max_held", [0, 7], ids=["all-fold", "some-fold"])
+def test_folding_ahead_is_folding_inside(max_held):
+    """But for a row without tokens: the launch ahead folds it, verification passes over it."""
+    rows = ring([3, 0, -1, 1], [9, 4, 9, 0], held=[7, 3, 0, 2], start=20, fold=[True, max_held == 0, False, True])
+    rows = dataclasses.replace(rows, max_held=max_held)
     layers = [filled(random_layer(4, HEADS, 16, 16, 25, seed=i, dtype=torch.float32), rows) for i in range(2)]
     tokens = random_tokens(4, 9, HEADS, 16, 16, dtype=torch.float32)
     inside, ahead = [copied(x) for x in layers], [copied(x) for x in layers]
