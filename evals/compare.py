@@ -174,8 +174,7 @@ class Comparison:
     @property
     def compared(self) -> str:
         """In words: what differs between the runs."""
-        groups = dict.fromkeys(_group(name, self.allowed) for name in self.fields)
-        return ", ".join(groups) or "nothing: the runs have the same settings"
+        return ", ".join(dict.fromkeys(map(_group, self.fields))) or "nothing: the runs have the same settings"
 
 
 def compare_runs(runs: Sequence[Run], allowed: Iterable[str] = (), remedy: str | None = None) -> Comparison:
@@ -183,30 +182,25 @@ def compare_runs(runs: Sequence[Run], allowed: Iterable[str] = (), remedy: str |
 
     Args:
         runs: as `load_runs` gives them.
-        allowed: names of settings that may differ, as the error lists them; a name covers what is below it, such as
-            "drafter" all that is said of the drafter.
+        allowed: names of settings that may differ, as the error lists them; "drafter" covers all that is said of it.
         remedy: what to do about others, the end of the error; None is the flags of `dspark report` that allow them.
 
     Raises:
         ValueError: settings differ that were not named, with their values; or a name is no setting.
     """
     allowed = tuple(dict.fromkeys(allowed))
-    known = {name for run in runs for name in _leaves(_comparable(run))} | {"datasets"}
+    known = sorted({name for run in runs for name in _comparable(run)} | {"datasets"})
     for name in allowed:
-        if not any(_covers(name, other) for other in known):
-            groups = ", ".join(sorted({other.split(".")[0] for other in known}))
-            raise ValueError(f"{name!r} is no setting of these runs, so nothing can differ in it; there are {groups}")
+        if name not in known:
+            raise ValueError(
+                f"{name!r} is no setting of these runs, so nothing can differ in it; there are {', '.join(known)}"
+            )
     merged = merge_runs(runs)
     fields = differing_settings(merged)
-    unnamed = [name for name in fields if not any(_covers(other, name) for other in allowed)]
+    unnamed = [name for name in fields if _group(name) not in allowed]
     if unnamed:
-        names = [run.name for run in merged]
-        listed = "; ".join(
-            f"{field_name}: "
-            + ", ".join(f"{_short(value)} ({run})" for value, run in zip(fields[field_name], names, strict=True))
-            for field_name in unnamed
-        )
-        flags = " ".join(f"--allow-differences {name}" for name in dict.fromkeys(_group(n, ()) for n in unnamed))
+        listed = "; ".join(f"{name}: {_values(fields[name], merged)}" for name in unnamed)
+        flags = " ".join(f"--allow-differences {name}" for name in dict.fromkeys(map(_group, unnamed)))
         raise ValueError(
             f"the runs differ in settings that were not named as compared, so a difference of their figures could come "
             f"from any of them: {listed}. {remedy or f'If that is meant, add {flags}'}"
@@ -248,30 +242,21 @@ def _contents(dataset: dict[str, Any]) -> str:
     return f"first {dataset['num_prompts']} prompts of the file with sha256 {dataset['sha256'][:12]}"
 
 
-def _leaves(value: Any, path: str = "") -> list[str]:
-    if not isinstance(value, dict):
-        return [path]
-    return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{path}.{key}" if path else key)]
-
-
 def _lookup(value: Any, path: str) -> Any:
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def _covers(allowed: str, name: str) -> bool:
-    return name == allowed or name.startswith(f"{allowed}.")
+def _group(name: str) -> str:
+    return name.split(".")[0]
 
 
-def _group(name: str, allowed: Sequence[str]) -> str:
-    """The allowed name that covers a field, else its first part."""
-    return next((other for other in allowed if _covers(other, name)), name.split(".")[0])
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:36] + '..."'
+def _values(values: Sequence[Any], runs: Sequence[Run]) -> str:
+    """A setting in every run, long ones cut."""
+    texts = [json.dumps(value) for value in values]
+    shown = [text if len(text) <= 40 else text[:36] + '..."' for text in texts]
+    return ", ".join(f"{text} ({run.name})" for text, run in zip(shown, runs, strict=True))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def format_quality(rows: Sequence[QualityRow]) -> str:
         if key not in longest or row.num_draft_tokens > longest[key].num_draft_tokens:
             longest[key] = row
     for key, row in longest.items():
-        lines += ["", key, *_position_table(row.quality.positions)]
+        lines += ["", key, _position_table(row.quality.positions)]
     return "\n".join([*lines, "", *dict.fromkeys(_basis(row) for row in rows), *dict.fromkeys(_rounding(rows))])
 
 
@@ -71,14 +71,13 @@ COLUMNS: dict[str, Callable[[QualityRow], str]] = {
 }
 
 
-def _position_table(positions: Sequence[PositionQuality]) -> list[str]:
-    width = max(map(len, POSITION_LINES))
-    lines = [f"  {'draft':<{width}}" + "".join(f"{figures.position + 1:>7}" for figures in positions)]
+def _position_table(positions: Sequence[PositionQuality]) -> str:
+    lines = [["draft", *(str(figures.position + 1) for figures in positions)]]
     for label, name in POSITION_LINES.items():
         values = [number(getattr(figures, name)) for figures in positions]
         if any(value != MISSING for value in values):
-            lines.append(f"  {label:<{width}}" + "".join(f"{value:>7}" for value in values))
-    return lines
+            lines.append([label, *values])
+    return align(lines, indent="  ")
 
 
 def _basis(row: QualityRow) -> str:
