@@ -2,7 +2,6 @@
 
     python3 scripts/bench_vllm_gpu.py --export-target /tmp/smollm2             # once: the default target as a folder
     python3 scripts/bench_vllm_gpu.py --target /tmp/smollm2 --out runs.jsonl   # the whole matrix
-    ... --modes plain,stock,ours --concurrency 1,16 --temperature 0 --repeats 3
     ... --group plain,stock,ours/0,1/1,16,64/3 --group ours,ours@4,ours-adaptive/1/256/2   # not all modes everywhere
 
 One engine for each mode, with CUDA graphs, each in a process of its own; all stay up, and only one is asked at a time,
@@ -21,8 +20,7 @@ Every run is appended to --out as one line of JSON, and is not repeated when the
 step are vLLM's counters, 1 + accepted / steps over the run, and the time of a step is that of the run over its steps,
 so that speed and luck in acceptance can be told apart. At temperature 0 outputs are compared with the plain ones;
 two runs of one model may differ where two tokens are nearly equal, in bfloat16 above all, so the table says how many
-requests are equal and where the others first differ. FlashInfer's autotuning, of kernels that these models do not use,
-is off in all modes.
+requests are equal and where the others first differ. FlashInfer's autotuning, not used here, is off in all modes.
 """
 
 import argparse
@@ -30,6 +28,7 @@ import itertools
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import time
@@ -45,6 +44,7 @@ MODES = (
 )
 DEFAULT_MODES = "plain,stock,ours,ours-topk"
 MIN_REQUESTS = 12
+RUN_SECONDS = 120.0  # of an engine that does not answer any more
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
 
@@ -163,14 +163,14 @@ def read_prompts(args: argparse.Namespace) -> list[list[int]]:
 
 
 class EngineEnded(Exception):
-    """A mode's process is gone; the text is the end of its log."""
+    """A mode's process is gone, or doesn't answer; the text is the end of its log."""
 
 
 class Engine:
     """A mode's process."""
 
     def __init__(self, mode: str, args: argparse.Namespace) -> None:
-        self.mode, self.is_ready = mode, False
+        self.mode, self.is_ready, self.given_up = mode, False, time.monotonic() + args.start_seconds
         environment = os.environ | {"VLLM_PLUGINS": "dspark" if mode.startswith("ours") else ""}
         command = [sys.executable, __file__, "--engine", mode, *args.passed_on]
         self.log = Path(args.logs) / f"{mode}.log"
@@ -186,7 +186,7 @@ class Engine:
 
     def wait_until_ready(self) -> None:
         """Until the engine answers (EngineEnded otherwise)."""
-        if "ready" not in self.read():
+        if "ready" not in self.read(max(self.given_up - time.monotonic(), 0.0)):
             self.fail()
 
         self.is_ready = True
@@ -196,12 +196,14 @@ class Engine:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        return self.read()
+        return self.read(RUN_SECONDS)
 
-    def read(self) -> dict[str, Any]:
+    def read(self, seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        answers, _, _ = select.select([self.process.stdout], [], [], seconds)
+        line = self.process.stdout.readline() if answers else ""
         if not line:
+            self.process.kill()
             self.fail()
         return json.loads(line)
 
@@ -346,6 +348,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         metavar="MODES/T/CONCURRENCY/REPEATS",
         help="a part of the matrix; repeatable, in the order of running, in place of the four flags above",
     )
+    parser.add_argument("--start-seconds", type=float, default=600.0, help="leave engines out that take longer")
     parser.add_argument("--seconds", type=float, help="start no run later than this after the engines are up")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=2048)
