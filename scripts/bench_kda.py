@@ -2,7 +2,7 @@
 
     python scripts/bench_kda.py --out kda.jsonl    # TP8, batch 1/16/64/256, folding every step and when a ring is full
     python scripts/bench_kda.py --tp 8,1 --batch 1,16,64,256 --state float32,bfloat16
-    python scripts/bench_kda.py --variants --batch 1,64 --only verify,commit   # which tiles and warps are best
+    python scripts/bench_kda.py --variants --batch 1,64 --only verify,conv     # which tiles and warps are best
     python scripts/bench_kda.py --peers-script bench_kda_peers.py --peers DIR  # a peer harness, in the same process
     ncu --clock-control none --profile-from-start off ... python scripts/bench_kda.py --profile verify --batch 64
 
@@ -30,7 +30,6 @@ from kda_results import Report, captured, copy_bandwidth, peer_totals, run_peers
 
 from dspark.kernels import conv_window as conv_module
 from dspark.kernels import kda_chunk, triton
-from dspark.kernels import kda_commit as commit_module
 from dspark.kernels import kda_launch as launch_module
 from dspark.kernels.kda_commit import kda_commit
 
@@ -48,22 +47,9 @@ def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: st
 
 VARIANTS = (
     tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x64x4x128 128x128x8x80 64x64x4x128")
+    | tiles("conv", conv_module, ("TILE", "SPREAD_TILE"), "512x4 256x4 128x4")
     | {
-        f"commit-{tile}x{warps}x{registers}": [
-            (commit_module, "TILE", (128, warps, registers)),
-            (commit_module, "STREAMED", tile),
-        ]
-        for tile, warps, registers in (
-            (32, 4, 168),
-            (64, 4, 168),
-            (32, 8, 80),
-            (64, 8, 128),
-            (128, 8, 128),
-            (16, 4, 128),
-        )
-    }
-    | tiles("conv", conv_module, ("TILE", "SPREAD_TILE"), "512x4 256x4 128x4 128x1")
-    | {
+        "chunk-whole-keys": [(kda_chunk, "PART", 128), (kda_chunk, "TILE", (128, 64, 4, 168))],
         "step-fold-inside": [(kda_problem, "FOLDS_APART", False)],
         "step-no-overlap": [(launch_module, "OVERLAP", 0)],
     }
