@@ -36,13 +36,14 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-# Chosen so that a multiprocessor holds 100 kB (judge) and 60 kB (emit) of loads in flight.
-JUDGE_TILE = Tile(4096, 8)
+# By measurement, as are the numbers below.
+JUDGE_TILE = Tile(4096, 4)
 EMIT_TILE = Tile(2048, 4, 96)
 
 # (tiles of a launch, tiles a thread block then takes): what a block does before and after its tiles, two chains of
 # loads and an atomic, costs about as much as a tile, but small launches need every block that they can have.
-TILES_EACH = ((12000, 4), (4000, 2), (0, 1))
+JUDGE_EACH = ((4000, 2), (0, 1))
+EMIT_EACH = ((12000, 4), (4000, 2), (0, 1))
 
 # Parts of a row that the last block has room for, at least: one compiled kernel serves most vocabularies.
 JUDGE_PARTS, EMIT_PARTS = 64, 128
@@ -158,9 +159,9 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length() if least > 1 else 1
 
 
-def _tiles_each(total: int) -> int:
+def _tiles_each(plan: tuple[tuple[int, int], ...], total: int) -> int:
     """Tiles that a thread block takes one after the other. It changes no result, since each is summed alone."""
-    return next(tiles for least, tiles in TILES_EACH if total >= least)
+    return next(tiles for least, tiles in plan if total >= least)
 
 
 def launch_verify(
@@ -196,8 +197,8 @@ def launch_verify(
     together = bool(num_draft_tokens) and launches_together(logits.device)
     judge = _launch(JUDGE_TILE, JUDGE_PARTS, vocab_size, num_draft_tokens, num_ids)
     emit = _launch(EMIT_TILE, EMIT_PARTS, vocab_size, num_draft_tokens, num_ids)
-    judge_tiles = _tiles_each(judge.parts * batch * num_draft_tokens)
-    emit_tiles = _tiles_each(emit.parts * batch)
+    judge_tiles = _tiles_each(JUDGE_EACH, judge.parts * batch * num_draft_tokens)
+    emit_tiles = _tiles_each(EMIT_EACH, emit.parts * batch)
     judge_grid = (-(-judge.parts // judge_tiles) * batch * num_draft_tokens,)
     if num_draft_tokens:
         judge_kernel[judge_grid](

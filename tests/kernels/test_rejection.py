@@ -86,7 +86,8 @@ def test_how_many_tiles_a_thread_block_takes_does_not_matter(name, monkeypatch):
     block, law = random_step(case, 7, DEVICE)
     usual = run(case, block, law, overlap=True)
     for tiles in (2, 3, 8):
-        monkeypatch.setattr(rejection, "TILES_EACH", ((0, tiles),))
+        for plan in ("JUDGE_EACH", "EMIT_EACH"):
+            monkeypatch.setattr(rejection, plan, ((0, tiles),))
         got = run(case, block, law, overlap=True)
         assert same(got, usual)
         assert torch.equal(got.overlap.nan_to_num(), usual.overlap.nan_to_num())
