@@ -46,11 +46,12 @@ from dspark.kernels.kda_launch import launch_options
 
 MAX_TOKENS = 16  # held records included
 FACTOR_LIMIT = 80.0  # e^80 is the largest power of e that still multiplies safely in float32
-FULL_GRID = 132  # programs that fill a Hopper GPU; with fewer heads than that a state is spread over two
-
-# (value channels of a program, those of them in registers at a time, warps, most registers of a thread)
-TILE, SPREAD_TILE = (128, 64, 4, 96), (64, 64, 4, 128)
-PART = 64  # key channels in registers at a time
+# A program's value channels, those of them and the key channels that are in registers at a time, warps, most registers.
+# With 168 registers three programs run on a multiprocessor; with fewer, what spills costs more than a fourth one gives.
+# Folding needs registers for records too: without the second half of the keys nothing spills.
+TILE, FOLD_TILE = (128, 64, 128, 4, 168), (128, 64, 64, 4, 168)
+# With fewer heads than this, three programs a multiprocessor for each half of a state still run at once.
+SPREAD_TILE, FULL_GRID = (64, 64, 64, 4, 168), 198
 
 
 @triton.jit
@@ -82,6 +83,59 @@ def _pairwise_couplings(query, key, total, t, TOKENS: tl.constexpr):
         keys += tl.where(column, tl.sum(key * weight, axis=1)[:, None], 0.0)
         queries += tl.where(column, tl.sum(query * weight, axis=1)[:, None], 0.0)
     return keys, queries
+
+
+@triton.jit
+def _couplings(
+    keys, queries, totals, key_scale, query_scale, place, FACTORED: tl.constexpr, TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """The two [T, T] couplings of raw keys and queries, in parts of their channels, and P over Q as halves [C, 2 T]."""
+    of_keys, of_queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
+    both_highs, both_lows = (), ()
+    for part in tl.static_range(PARTS):
+        total = totals[part]
+        key, query = keys[part].to(tl.float32) * key_scale, queries[part].to(tl.float32) * query_scale
+        grown = exp_of(total)
+        key_high, key_low = halves(key * grown)
+        query_high, query_low = halves(query * grown)
+        if FACTORED:
+            back_high, back_low = halves(key * exp_of(-total))
+            of_keys = halves_dot(key_high, key_low, tl.trans(back_high), tl.trans(back_low), of_keys)
+            of_queries = halves_dot(query_high, query_low, tl.trans(back_high), tl.trans(back_low), of_queries)
+        else:
+            pairwise_keys, pairwise_queries = _pairwise_couplings(query, key, total, place, TOKENS)
+            of_keys, of_queries = of_keys + pairwise_keys, of_queries + pairwise_queries
+        both_highs = both_highs + (tl.trans(stacked(key_high, query_high)),)
+        both_lows = both_lows + (tl.trans(stacked(key_low, query_low)),)
+    return of_keys, of_queries, both_highs, both_lows
+
+
+@triton.jit
+def _record_weights(
+    key_ptr, gate_ptr, rows, count, place, biases, rate, lower_bound,
+    BOUNDED: tl.constexpr, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Of the first `count` records, at ring rows `rows` [T]: decay of a state [C] over all of them, and halves of the
+    weights k^_j e^{G_n - G_j} [T, C], in parts of the key channels. See `dspark.kernels.kda_device.held_block`."""
+    records, behinds, passed, highs, lows = (), (), (), (), ()
+    squares = tl.zeros([place.shape[0], BLOCK_P], tl.float32)
+    for part in tl.static_range(PARTS):
+        columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
+        some = (place < count)[:, None] & (columns < KEY_DIM)[None, :]
+        at = rows[:, None] * KEY_DIM + columns[None, :]
+        raw_key = tl.load(key_ptr + at, mask=some, other=0.0)
+        raw_gate = tl.load(gate_ptr + at, mask=some, other=0.0).to(tl.float32)
+        decay = tl.where(some, log_decay(raw_gate + biases[part], rate, lower_bound, BOUNDED), 0.0)
+        squares += raw_key.to(tl.float32) * raw_key.to(tl.float32)
+        records = records + (raw_key,)
+        behinds = behinds + (selected_sums(place[None, :] > place[:, None], decay),)
+        passed = passed + (exp_of(tl.sum(decay, axis=0)),)
+    scale = tl.rsqrt(tl.sum(squares, axis=1) + 1e-6)[:, None]
+    for part in tl.static_range(PARTS):
+        high, low = halves(records[part].to(tl.float32) * scale * exp_of(behinds[part]))
+        highs, lows = highs + (high,), lows + (low,)
+    return passed, highs, lows
 
 
 @triton.jit
@@ -155,23 +209,9 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
         biases = biases + (bias.to(tl.float32),)
     passed, weight_highs, weight_lows = (), (), ()
     if HOLDS:
-        records, behinds = (), ()
-        squares = tl.zeros([TOKENS, BLOCK_P], tl.float32)
-        for part in tl.static_range(PARTS):
-            columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
-            some = (place < folded)[:, None] & (columns < KEY_DIM)[None, :]
-            record_place = held_row[:, None] * KEY_DIM + columns[None, :]
-            raw_key = tl.load(keys_held + record_place, mask=some, other=0.0)
-            raw_gate = tl.load(gates_held + record_place, mask=some, other=0.0).to(tl.float32)
-            decay = tl.where(some, log_decay(raw_gate + biases[part], rate, lower_bound, BOUNDED), 0.0)
-            squares += raw_key.to(tl.float32) * raw_key.to(tl.float32)
-            records = records + (raw_key,)
-            behinds = behinds + (selected_sums(place[None, :] > place[:, None], decay),)
-            passed = passed + (exp_of(tl.sum(decay, axis=0)),)
-        scale = tl.rsqrt(tl.sum(squares, axis=1) + 1e-6)[:, None]
-        for part in tl.static_range(PARTS):
-            weight_high, weight_low = halves(records[part].to(tl.float32) * scale * exp_of(behinds[part]))
-            weight_highs, weight_lows = weight_highs + (weight_high,), weight_lows + (weight_low,)
+        passed, weight_highs, weight_lows = _record_weights(
+            keys_held, gates_held, held_row, folded, place, biases, rate, lower_bound, BOUNDED, KEY_DIM, PARTS, BLOCK_P
+        )
     # Rows past the count are zero: they decay, read and add nothing.
     totals = ()
     for part in tl.static_range(PARTS):
@@ -211,24 +251,9 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     key_scale = tl.rsqrt(tl.sum(key_squares, axis=1) + 1e-6)[:, None]
     query_scale = tl.rsqrt(tl.sum(query_squares, axis=1) + 1e-6)[:, None] * (1.0 / tl.sqrt(KEY_DIM * 1.0))
 
-    # What does not depend on the value channel.
-    of_keys, of_queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
-    both_highs, both_lows = (), ()
-    for part in tl.static_range(PARTS):
-        total = totals[part]
-        key, query = keys[part].to(tl.float32) * key_scale, queries[part].to(tl.float32) * query_scale
-        grown = exp_of(total)
-        key_high, key_low = halves(key * grown)
-        query_high, query_low = halves(query * grown)
-        if FACTORED:
-            back_high, back_low = halves(key * exp_of(-total))
-            of_keys = halves_dot(key_high, key_low, tl.trans(back_high), tl.trans(back_low), of_keys)
-            of_queries = halves_dot(query_high, query_low, tl.trans(back_high), tl.trans(back_low), of_queries)
-        else:
-            pairwise_keys, pairwise_queries = _pairwise_couplings(query, key, total, place, TOKENS)
-            of_keys, of_queries = of_keys + pairwise_keys, of_queries + pairwise_queries
-        both_highs = both_highs + (tl.trans(stacked(key_high, query_high)),)
-        both_lows = both_lows + (tl.trans(stacked(key_low, query_low)),)
+    of_keys, of_queries, both_highs, both_lows = _couplings(
+        keys, queries, totals, key_scale, query_scale, place, FACTORED, TOKENS, PARTS
+    )
     beta = tl.load(beta_ptr + token * beta_stride + head + t * beta_stride, mask=is_new, other=0.0).to(tl.float32)
     # A held record's correction depends on nothing any more: its row of M is zero, and its beta is one.
     beta = tl.where(is_new, sigmoid_of(beta), tl.where(t < 0, 1.0, 0.0))
@@ -298,9 +323,10 @@ def launch_kda_chunk(
     num_tokens = tokens.value.shape[1] if rows.first_token is None else min(MAX_TOKENS, layer.records.capacity)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
     out = outputs_for(tokens, rows) if out is None else out
-    block_v, tile_v, num_warps, registers = SPREAD_TILE if batch * heads < FULL_GRID else TILE
-    block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
     holds = 0 if not deferred else 1 if rows.max_held == 0 else 2
+    tile = SPREAD_TILE if batch * heads < FULL_GRID else FOLD_TILE if holds else TILE
+    block_v, tile_v, part, num_warps, registers = tile
+    block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
     bound, longest = layer.gate.lower_bound, MAX_TOKENS if holds == 2 else num_tokens
     arguments, sizes = verify_arguments(tokens, layer, rows, out)
     block_k = sizes.pop("BLOCK_K")
@@ -312,8 +338,8 @@ def launch_kda_chunk(
         WINDOW=next(n for n in (8, 9, 16) if longest <= n),
         TOKENS=16,
         BLOCK_V=block_v,
-        PARTS=triton.cdiv(block_k, PART),
-        BLOCK_P=min(PART, block_k),
+        PARTS=triton.cdiv(block_k, part),
+        BLOCK_P=min(part, block_k),
         TILE_V=min(tile_v, block_v),
         HOLDS=holds,
         **launch_options(out, num_warps, registers, rows_settled=rows_settled),

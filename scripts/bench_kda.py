@@ -45,11 +45,11 @@ def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: st
     return found
 
 
+TILES = "128x64x64x4x168 128x64x128x4x168 128x64x64x4x128 128x128x64x8x80 64x64x64x4x168"
 VARIANTS = (
-    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x64x4x128 128x128x8x80 64x64x4x128")
+    tiles("chunk", kda_chunk, ("TILE", "FOLD_TILE", "SPREAD_TILE"), TILES)
     | tiles("conv", conv_module, ("TILE", "SPREAD_TILE"), "512x4 256x4 128x4")
     | {
-        "chunk-whole-keys": [(kda_chunk, "PART", 128), (kda_chunk, "TILE", (128, 64, 4, 168))],
         "step-fold-inside": [(kda_problem, "FOLDS_APART", False)],
         "step-no-overlap": [(launch_module, "OVERLAP", 0)],
     }

@@ -69,7 +69,7 @@ def test_kernel_matches_reference_on_a_ragged_padded_batch_with_held_records(ver
 @pytest.mark.parametrize("max_held", [0, 7], ids=["all-fold", "some-fold"])
 def test_key_channels_may_pass_in_parts(lower_bound, max_held, monkeypatch):
     """Three parts, the last one not full; norms and couplings are sums over all of them."""
-    monkeypatch.setattr(kda_chunk, "PART", 16)
+    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (64, 16, 16, 4, None))
     rows = ring(
         [3, 0, -1, 2],
         [9, 5, 9, 1],
@@ -139,7 +139,7 @@ def test_padding_rows_write_nowhere(verify, null_slot):
 @KERNELS
 def test_thread_blocks_may_run_in_any_order(verify, monkeypatch):
     """Several value tiles, held records, a fold, a ring that is full: no block reads what another one writes."""
-    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (16, 16, 4, None))
+    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (16, 16, 16, 4, None))
     monkeypatch.setattr(kda_verify_module, "SERIAL_TILE_V", 16)
     rows = ring([1, 0], [9, 9], held=[9, 9], start=5, fold=True)
     layer = filled(random_layer(2, HEADS, 16, 64, 18, dtype=torch.float32), rows)
