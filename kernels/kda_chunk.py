@@ -15,7 +15,8 @@ Source: Kimi Linear, arXiv:2510.26692, section 3.2; the inverse by doubling is t
 
 Records that are held in the ring are rows of the same window, ahead of the new tokens: their corrections are known, so
 their rows of M are zero, their beta is one, and U itself stands where the others have V - S P. Where the row folds, the
-records go into the checkpoint first, and the window has none.
+state takes up its records in registers, is written back, and is read from there: one read and one write of it in all.
+The window then has no records.
 
 Read `kda_scan` and `replay` of `dspark.kernels.kda` first.
 """
@@ -318,7 +319,7 @@ def launch_kda_chunk(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The window solved at once, wherever Triton runs. Same contract as `kda_verify`; tokens and held records of a row
-    that does not fold must be 16 at most, together."""
+    that does not fold must be 16 at most together, and so must the records of one that folds."""
     batch, (heads, value_dim) = len(rows.slots), tokens.value.shape[2:]
     num_tokens = tokens.value.shape[1] if rows.first_token is None else min(MAX_TOKENS, layer.records.capacity)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"

@@ -1,6 +1,6 @@
 """Times the KDA kernels on a GPU at the shapes of Kimi K3, checks every timed launch, and sets peers beside them.
 
-    python scripts/bench_kda.py --out kda.jsonl    # TP8, batch 1/16/64/256, folding every step and when a ring is full
+    python scripts/bench_kda.py --out kda.jsonl    # TP8, batch 1/16/64/256, three ways of folding
     python scripts/bench_kda.py --tp 8,1 --batch 1,16,64,256 --state float32,bfloat16
     python scripts/bench_kda.py --variants --batch 1,64 --only verify,conv     # which tiles and warps are best
     python scripts/bench_kda.py --peers-script bench_kda_peers.py --peers DIR  # a peer harness, in the same process
