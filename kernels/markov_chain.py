@@ -14,6 +14,7 @@ from dspark.kernels import triton
 from dspark.kernels.markov import FP8, GROUP, ChainOutput, ChainRequests, MarkovWeights, initial_state
 from dspark.kernels.markov_device import MAX_ID
 from dspark.kernels.markov_features import _features_kernel, hidden_products
+from dspark.kernels.markov_held import _held_chain_kernel
 from dspark.kernels.markov_persistent import _chain_kernel
 from dspark.kernels.markov_plan import FEW, DensePlan
 
@@ -39,13 +40,12 @@ class DenseWorkspace:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         parts, blocks = plan.num_parts, plan.num_blocks
-        # Two rows at least: a single one, spread over more threads than it has words, took twice as long to poll.
-        self.polled = max(triton.next_power_of_2(batch), 2) if plan.block_b == FEW else plan.block_b
+        self.polled = triton.next_power_of_2(batch) if plan.block_b <= FEW else plan.block_b
         self.words = zeros(2, blocks, self.polled, parts, dtype=torch.int64)
         self.winners = zeros(2, blocks, plan.block_b, dtype=torch.int64)
         self.masses = zeros(blocks, steps, plan.block_b, parts, dtype=torch.int64)
-        groups = plan.tiles_each * plan.tile // GROUP
-        self.groups = zeros(blocks * parts, groups, plan.block_b, dtype=torch.float32)
+        sums = plan.groups_each * (2 if plan.halves else 1)
+        self.groups = zeros(blocks * parts, sums, plan.block_b, dtype=torch.float32)
         self.epochs = torch.ones(blocks * parts, dtype=torch.int32, device=device)
         rank = max(weights.rank, 1)
         curved = weights.joint_weight is not None
@@ -211,29 +211,45 @@ def _launch_chain(
     curved = weights.joint_weight is not None
     cache = workspace.logits(base) if out.cache is None else out.cache
     scattered = weights.target_ids is not None and cache.shape[-1] != base.shape[-1]
-    few = plan.block_b == FEW
-    groups = plan.tiles_each * plan.tile // GROUP
-    _chain_kernel[(plan.num_parts * plan.num_blocks,)](
+    few = plan.block_b <= FEW
+    own = 0 if few else triton.next_power_of_2(triton.cdiv(plan.block_b, plan.num_parts))
+    block_s, block_v = triton.next_power_of_2(steps), triton.next_power_of_2(plan.num_parts)
+    threads = 32 * plan.num_warps  # what is polled has a word for every thread
+    tensors = (
         base, cache, base if weights.w2 is None else bytes_of(weights.w2), given(weights.w2_scale),
         given(weights.target_ids), requests.temperature, requests.seeds, requests.positions,
-        given(requests.cache_rows), given(w1), workspace.features if curved else given(w1), requests.anchors,
-        given(hidden), given(weights.confidence_weight), given(weights.confidence_bias),
-        out.tokens, out.lse, given(out.confidence),
-        workspace.words, workspace.winners, workspace.masses, workspace.groups, workspace.epochs,
-        len(base), first_step, base.shape[1], base.shape[-1], plan.num_spans, plan.num_parts, plan.tiles_each,
-        weights.logit_scale, *base.stride()[:2], *cache.stride()[:2],
-        *((0, 0, 0) if hidden is None else (*hidden.stride()[:2], hidden.shape[-1])),
-        STEPS=steps, HAS_ROWS=requests.cache_rows is not None, CONFIDENCE=confidence_kind(weights, hidden),
-        BLOCK_H=1024, BLOCK_S=triton.next_power_of_2(steps), BLOCK_V=triton.next_power_of_2(plan.num_parts),
-        POLLED=workspace.polled, OWN=0 if few else triton.next_power_of_2(triton.cdiv(plan.block_b, plan.num_parts)),
-        W1_BYTES=w1.shape[1] * w1.element_size() if few and w1 is not None and not curved else 0,
-        REDUCED=weights.target_ids is not None, WHOLE=base.shape[-1] % (plan.tile * plan.span) == 0,
-        SCALED=weights.logit_scale != 1.0, SCATTERED=scattered, PACKED=packs(base, cache, scattered),
-        CACHE=dtype_name(cache.dtype), STORED=out.cache is not None, HAS_HEAD=weights.w2 is not None, GIVEN=curved,
-        FP8=weights.w2_scale is not None, RANK=weights.rank,
-        BLOCK_R=triton.next_power_of_2(max(weights.rank, 16)), BLOCK_B=plan.block_b, TILE=plan.tile, WARPS=plan.wide,
-        SPAN=plan.span, FOURS=triton.next_power_of_2(groups // 4), STAGES=plan.stages,
-        HELD=plan.held, FLAT=few and not plan.held and not curved, num_warps=plan.num_warps,
+        given(requests.cache_rows), given(w1),
+    )  # fmt: skip
+    outputs = (
+        requests.anchors, given(hidden), given(weights.confidence_weight), given(weights.confidence_bias),
+        out.tokens, out.lse, given(out.confidence), workspace.words, workspace.winners, workspace.masses,
+    )  # fmt: skip
+    strides = (0, 0, 0) if hidden is None else (*hidden.stride()[:2], hidden.shape[-1])
+    common = {
+        "STEPS": steps, "HAS_ROWS": requests.cache_rows is not None, "CONFIDENCE": confidence_kind(weights, hidden),
+        "BLOCK_H": 1024, "BLOCK_S": block_s, "BLOCK_V": max(block_v, threads // (own or workspace.polled)),
+        "JOIN_V": max(block_v, threads // block_s),
+        "W1_BYTES": w1.shape[1] * w1.element_size() if few and w1 is not None and not curved else 0,
+        "REDUCED": weights.target_ids is not None, "SCALED": weights.logit_scale != 1.0, "SCATTERED": scattered,
+        "CACHE": dtype_name(cache.dtype), "STORED": out.cache is not None, "FP8": weights.w2_scale is not None,
+        "RANK": weights.rank, "BLOCK_R": triton.next_power_of_2(max(weights.rank, 16)), "num_warps": plan.num_warps,
+        "launch_cooperative_grid": True,
+    }  # fmt: skip
+    if plan.alone:
+        _held_chain_kernel[(plan.num_parts,)](
+            *tensors, *outputs, workspace.epochs, base.shape[-1], plan.groups_each, plan.num_parts,
+            weights.logit_scale, base.stride(1), *cache.stride()[:2], *strides, GROUPS=plan.tile // GROUP, **common,
+        )  # fmt: skip
+        return
+    _chain_kernel[(plan.num_parts * plan.num_blocks,)](
+        *tensors, workspace.features if curved else given(w1), *outputs, workspace.groups, workspace.epochs,
+        len(base), first_step, base.shape[1], base.shape[-1], plan.num_spans, plan.num_parts, workspace.groups.shape[1],
+        weights.logit_scale, *base.stride()[:2], *cache.stride()[:2], *strides,
+        POLLED=workspace.polled, OWN=own, COPIES=threads // plan.block_b,
+        WHOLE=base.shape[-1] % (plan.tile * plan.span) == 0, PACKED=packs(base, cache, scattered),
+        HAS_HEAD=weights.w2 is not None, GIVEN=curved, BLOCK_B=plan.block_b, TILE=plan.tile, WARPS=plan.wide,
+        SPAN=plan.span, FOURS=triton.next_power_of_2(plan.groups_each // 4), HALVES=plan.halves, STAGES=plan.stages,
+        HELD=plan.held, FLAT=few and not plan.held and not curved,
         maxnreg=min(65536 // 32 // plan.num_warps // plan.residents, 255),  # so that the residents fit
-        launch_cooperative_grid=True,
+        **common,
     )  # fmt: skip

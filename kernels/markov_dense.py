@@ -73,13 +73,13 @@ def corrected(
 def tile_masses(
     logits, tile, cache_row, live, scale, noisy, cache_ptr, ids_ptr, num_columns,
     WHOLE: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
-    BLOCK_B: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr, TILE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Rounds and stores the logits of a tile, and returns the log2 masses of its groups [R, TILE / GROUP]; of greedy
-    rows the largest logits.
+    """Rounds and stores the logits of a tile, and returns the log2 masses of every SUMMED columns of it, a group or
+    the half of one that a warp has, [R, TILE / SUMMED]; of greedy rows the largest logits.
     """
     FOURS: tl.constexpr = TILE // 4
-    GROUPS: tl.constexpr = TILE // _GROUP
+    GROUPS: tl.constexpr = TILE // SUMMED
     four = tile * FOURS + tl.arange(0, FOURS)
     last = num_columns - four * 4
     a, b, c, d = logits
@@ -101,42 +101,75 @@ def tile_masses(
         c = tl.where((last > 2)[None, :], c, float("-inf"))
         d = tl.where((last > 3)[None, :], d, float("-inf"))
     largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    peak = tl.max(tl.reshape(largest, [BLOCK_B, GROUPS, _GROUP // 4]), axis=2)
+    peak = tl.max(tl.reshape(largest, [BLOCK_B, GROUPS, SUMMED // 4]), axis=2)
     top = tl.maximum(peak * scale[:, None], _LOWEST)
-    under = tl.reshape(tl.broadcast_to(top[:, :, None], [BLOCK_B, GROUPS, _GROUP // 4]), [BLOCK_B, FOURS])
+    under = tl.reshape(tl.broadcast_to(top[:, :, None], [BLOCK_B, GROUPS, SUMMED // 4]), [BLOCK_B, FOURS])
     factor = scale[:, None]
     powers = fast_exp2(a * factor - under) + fast_exp2(b * factor - under)
     powers += fast_exp2(c * factor - under) + fast_exp2(d * factor - under)
-    total = tl.sum(tl.reshape(powers, [BLOCK_B, GROUPS, _GROUP // 4]), axis=2)
+    total = tl.sum(tl.reshape(powers, [BLOCK_B, GROUPS, SUMMED // 4]), axis=2)
     return tl.where(noisy[:, None] > 0.0, top + fast_log2(tl.maximum(total, 1e-37)), peak)  # 0: of -inf alone
 
 
 @triton.jit
-def read_masses(masses_ptr, count, BLOCK_B: tl.constexpr, FOURS: tl.constexpr):
-    """Log2 masses [4 count, BLOCK_B] in memory as four blocks [BLOCK_B, FOURS], -inf behind them."""
+def _read_mass(at, own, noisy, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
+    """One block of `read_masses`; of HALVES the sum of both."""
+    mass = tl.load(at, mask=own, other=_LOWEST)
+    if HALVES:
+        other = tl.load(at + BLOCK_B, mask=own, other=_LOWEST)
+        higher = tl.maximum(mass, other)
+        both = fast_exp2(mass - tl.maximum(higher, _LOWEST)) + fast_exp2(other - tl.maximum(higher, _LOWEST))
+        mass = tl.where(noisy[:, None] > 0.0, higher + fast_log2(tl.maximum(both, 1e-37)), higher)
+    return mass
+
+
+@triton.jit
+def read_masses(masses_ptr, count, noisy, BLOCK_B: tl.constexpr, FOURS: tl.constexpr, HALVES: tl.constexpr):
+    """Log2 masses of groups, [4 count, BLOCK_B] in memory or twice as many HALVES, as four blocks [BLOCK_B, FOURS]."""
+    EACH: tl.constexpr = 2 * BLOCK_B if HALVES else BLOCK_B
     k, local = tl.arange(0, FOURS), tl.arange(0, BLOCK_B)
-    at = masses_ptr + k[None, :] * (4 * BLOCK_B) + local[:, None]
+    at = masses_ptr + k[None, :] * (4 * EACH) + local[:, None]
     own = (k < count)[None, :]
-    m0 = tl.load(at, mask=own, other=float("-inf"))
-    m1 = tl.load(at + BLOCK_B, mask=own, other=float("-inf"))
-    m2 = tl.load(at + 2 * BLOCK_B, mask=own, other=float("-inf"))
-    m3 = tl.load(at + 3 * BLOCK_B, mask=own, other=float("-inf"))
+    m0 = _read_mass(at, own, noisy, BLOCK_B, HALVES)
+    m1 = _read_mass(at + EACH, own, noisy, BLOCK_B, HALVES)
+    m2 = _read_mass(at + 2 * EACH, own, noisy, BLOCK_B, HALVES)
+    m3 = _read_mass(at + 3 * EACH, own, noisy, BLOCK_B, HALVES)
     return m0, m1, m2, m3
 
 
 @triton.jit
+def own_fours(part, num_parts, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr):
+    """The fours of groups of a program [FOURS]: one Philox output each, SPAN_FOURS of them in a span; the program has
+    every num_parts-th span."""
+    k = tl.arange(0, FOURS)
+    return (part + k // SPAN_FOURS * num_parts) * SPAN_FOURS + k % SPAN_FOURS
+
+
+@triton.jit
+def draw_numbers(
+    row, batch, seeds_ptr, positions_ptr, part, num_parts, step, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr
+):
+    """What is random in a draw of requests `row` [R] at a step: noise of the program's groups, four blocks [R, FOURS],
+    and u [R, 1]. Seeds and positions are read anew, which takes no registers from the loop over tiles.
+    """
+    inside = row < batch
+    seed = tl.load(seeds_ptr + row, mask=inside, other=0)[:, None]
+    position = (tl.load(positions_ptr + row, mask=inside, other=0) + step).to(tl.uint32)[:, None]
+    key_low, key_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    four = own_fours(part, num_parts, SPAN_FOURS, FOURS).to(tl.uint32)[None, :]
+    n0, n1, n2, n3 = noise_of_groups(four, position, key_low, key_high)
+    return n0, n1, n2, n3, uniform_number(position, key_low, key_high)
+
+
+@triton.jit
 def race_groups(
-    masses, part, num_parts, position, noisy, key_low, key_high,
-    BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
-):  # fmt: skip
-    """The race of a program's groups, from their log2 masses, four blocks [BLOCK_B, FOURS]. Groups come in fours, one
-    Philox output each, SPAN_FOURS of them in a span; the program has every num_parts-th span.
+    masses, numbers, part, num_parts, noisy, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr
+):
+    """The race of a program's groups, from their log2 masses, four blocks [BLOCK_B, FOURS], and `draw_numbers`.
 
     Returns, each [BLOCK_B]: the race word of the best key, its group, the group's mass, and the log2 mass of all.
     """
-    k = tl.arange(0, FOURS)
-    four = (part + k // SPAN_FOURS * num_parts) * SPAN_FOURS + k % SPAN_FOURS
-    noise = noise_of_groups(four[None, :].to(tl.uint32), position[:, None], key_low[:, None], key_high[:, None])
+    noise, four = numbers, own_fours(part, num_parts, SPAN_FOURS, FOURS)
     group = tl.zeros([BLOCK_B, FOURS], tl.int32) + four[None, :] * 4
     best, which, own = masses[0] - noise[0] * noisy[:, None], group, masses[0]
     peak = tl.maximum(masses[0], _LOWEST)
@@ -160,11 +193,10 @@ def race_groups(
 
 @triton.jit
 def draw_within(
-    group, mass, cache_ptr, cache_row, live, ids_ptr, num_columns, scale, noisy, position, key_low, key_high,
-    SCATTERED: tl.constexpr,
-):  # fmt: skip
-    """A column [R] of group [R], of log2 mass [R], by inversion over the logits that were stored; greedy rows: the
-    lowest of the largest.
+    group, mass, u, cache_ptr, cache_row, live, ids_ptr, num_columns, scale, noisy, SCATTERED: tl.constexpr
+):
+    """A column [R] of group [R], of log2 mass [R], by inversion of u [R, 1] over the logits that were stored; greedy
+    rows: the lowest of the largest.
     """
     place = tl.arange(0, _GROUP)
     column = group[:, None] * _GROUP + place[None, :]
@@ -175,9 +207,8 @@ def draw_within(
     x = tl.load(cache_ptr + cache_row[:, None] + at, mask=own, other=float("-inf")).to(tl.float32) * scale[:, None]
     largest = tl.where(x >= mass[:, None], 1.0, 0.0)
     power = tl.where(noisy[:, None] > 0.0, fast_exp2(x - tl.maximum(mass, _LOWEST)[:, None]), largest)
-    u = uniform_number(position[:, None], key_low[:, None], key_high[:, None]) * noisy[:, None]
     # Rounded sums may step where nothing is added, and end below u: a column without probability is never taken.
-    drawn = (tl.cumsum(power, axis=1) > u) & (power > 0.0)
+    drawn = (tl.cumsum(power, axis=1) > u * noisy[:, None]) & (power > 0.0)
     found = tl.min(tl.where(drawn, place[None, :], _GROUP), axis=1)
     last = tl.max(tl.where(power > 0.0, place[None, :], 0), axis=1)
     return group * _GROUP + tl.minimum(found, last)

@@ -124,8 +124,19 @@ def noise_of_id(token, position, key_low, key_high, nothing):
 
     `nothing` is 0. From a loop, one that the compiler can't know keeps it from holding the round keys in registers.
     """
-    w0, w1, w2, w3 = draft_words((token // 4).to(tl.uint32), position, key_low + nothing, key_high + nothing, 0)
-    which = token % 4
+    return _noise_of_one(token, position, key_low + nothing, key_high + nothing, 0)
+
+
+@triton.jit
+def noise_of_group(group, position, key_low, key_high):
+    """`log2_exponential` of single groups: group [1, G] int32, the others [R, 1] uint32."""
+    return _noise_of_one(group, position, key_low, key_high, 2)
+
+
+@triton.jit
+def _noise_of_one(number, position, key_low, key_high, KIND: tl.constexpr):
+    w0, w1, w2, w3 = draft_words((number // 4).to(tl.uint32), position, key_low, key_high, KIND)
+    which = number % 4
     word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
     return log2_exponential(word)
 

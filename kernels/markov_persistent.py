@@ -21,6 +21,7 @@ from dspark.kernels import tl, triton
 from dspark.kernels.markov import GROUP
 from dspark.kernels.markov_dense import (
     corrected,
+    draw_numbers,
     draw_within,
     race_groups,
     read_masses,
@@ -49,8 +50,11 @@ _MAX_POLLS = tl.constexpr(2**23)
 
 @triton.jit
 def _polled(pointers, mask, tag):
-    """Words once all of them carry the tag. A program that waits for seconds stops the kernel with an error: some
-    program is not running, and silence would be a hang.
+    """Words once all of them carry the tag, at least one for every thread of the program. Of fewer words threads would
+    hold copies, each with a load of its own, and one copy may be older than the one that is looked at.
+
+    A program that waits for seconds stops the kernel with an error: some program is not running, and silence would be
+    a hang.
     """
     words = tl.load(pointers, mask=mask, other=_WORST_WORD, volatile=True)
     polls = 0
@@ -72,7 +76,7 @@ def _slot(step, epoch, first_row, num_parts, BLOCK_B: tl.constexpr):
 @triton.jit
 def _winners(
     words_ptr, winners_ptr, part, rows, tag, num_parts,
-    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, POLLED: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, POLLED: tl.constexpr, OWN: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Columns [BLOCK_B] of a step, once everyone's words of it are there; `rows` of the block are requests."""
     other = tl.arange(0, BLOCK_V)
@@ -88,12 +92,14 @@ def _winners(
         words = _polled(words_ptr + r[:, None] * num_parts + other[None, :], there, tag)
         column = race_winner(tl.max(words, axis=1))
         tl.atomic_xchg(winners_ptr + r, (column.to(tl.int64) << 8) | tag, mask=r < rows, sem="relaxed")
-        local = tl.arange(0, BLOCK_B)
-        return (_polled(winners_ptr + local, local < rows, tag) >> 8).to(tl.int32)
+        first, local = tl.arange(0, COPIES) == 0, tl.arange(0, BLOCK_B)
+        at = winners_ptr + local[None, :] + tl.zeros([COPIES, BLOCK_B], tl.int32)
+        words = _polled(at, first[:, None] & (local < rows)[None, :], tag)
+        return (tl.max(words, axis=0) >> 8).to(tl.int32)
 
 
 @triton.jit
-def _join_masses(
+def join_masses(
     masses_ptr, first_row, epoch, part, lse_ptr, temperature_ptr, cache_rows_ptr, rows, num_parts, num_steps,
     HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +123,7 @@ def _join_masses(
 
 
 @triton.jit
-def _hidden_shares(
+def hidden_shares(
     part, first_row, hidden_ptr, weight_ptr, bias_ptr, confidence_ptr, cache_rows_ptr, rows,
     num_parts, hidden_stride, hidden_step, hidden_size,
     HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -141,7 +147,7 @@ def _add_token_shares(
     previous, part, first_row, step, w1_ptr, weight_ptr, confidence_ptr, cache_rows_ptr, rows, num_parts, hidden_size,
     HAS_ROWS: tl.constexpr, STEPS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """The share of the previous tokens [BLOCK_B] in the confidences of a step, dealt out as in `_hidden_shares`."""
+    """The share of the previous tokens [BLOCK_B] in the confidences of a step, dealt out as in `hidden_shares`."""
     r = part - step * rows % num_parts
     r += tl.where(r < 0, num_parts, 0)
     while r < rows:  # a `for` would keep the loop around it from being pipelined
@@ -158,19 +164,13 @@ def _add_token_shares(
 
 @triton.jit
 def _race(
-    masses, groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr,
-    cache_ptr, cache_stride, ids_ptr, num_columns, step, HAS_ROWS: tl.constexpr, STORED: tl.constexpr,
+    masses, numbers, groups_ptr, part, num_parts, count, cache_ptr, cache_row, live, scale, noisy, ids_ptr, num_columns,
     SCATTERED: tl.constexpr, HELD: tl.constexpr, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
-    """This program's race words, columns and log2 masses [BLOCK_B] of a step, counted from the requests' positions.
-    HELD: all its groups are those of one tile, with `masses`; otherwise they are in memory, as are all logits.
-
-    What is known of the requests is read anew, which takes no registers from the loop over tiles.
+    """This program's race words, columns and log2 masses [BLOCK_B] of a step, with its `draw_numbers`. HELD: all its
+    groups are those of one tile, with `masses`; otherwise they are in memory, as are all logits.
     """
-    slot_row, live, scale, noisy, position, key_low, key_high = request_rows(
-        row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
-    )
-    at_step = (position + step).to(tl.uint32)
     if HELD:
         even, odd = tl.split(tl.reshape(masses, [BLOCK_B, FOURS, 2, 2]))
         m0, m2 = tl.split(even)
@@ -178,17 +178,13 @@ def _race(
         own = (m0, m1, m2, m3)
     else:
         groups_ptr = after_barrier(groups_ptr)  # masses were written by other threads
-        own = read_masses(groups_ptr, count, BLOCK_B, FOURS)
-    word, group, group_mass, mass = race_groups(
-        own, part, num_parts, at_step, noisy, key_low, key_high, BLOCK_B, SPAN_FOURS, FOURS
-    )
+        own = read_masses(groups_ptr, count, noisy, BLOCK_B, FOURS, HALVES)
+    word, group, group_mass, mass = race_groups(own, numbers, part, num_parts, noisy, BLOCK_B, SPAN_FOURS, FOURS)
     if HELD:
         cache_ptr = after_barrier(cache_ptr)  # and so were logits
-    cache_row = (slot_row if STORED else row.to(tl.int64)) * cache_stride
     column = draw_within(
-        group, group_mass, cache_ptr, cache_row, live, ids_ptr, num_columns,
-        scale, noisy, at_step, key_low, key_high, SCATTERED,
-    )  # fmt: skip
+        group, group_mass, numbers[4], cache_ptr, cache_row, live, ids_ptr, num_columns, scale, noisy, SCATTERED
+    )
     return renumbered(word, column), column, mass
 
 
@@ -202,7 +198,7 @@ def _token_of(column, ids_ptr, REDUCED: tl.constexpr):
 
 
 @triton.jit
-def _send(
+def send(
     word, column, mass, previous, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
     cache_rows_ptr, rows, num_parts, STEPS: tl.constexpr, HAS_ROWS: tl.constexpr,
     REDUCED: tl.constexpr, CONFIDENCE: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -232,9 +228,10 @@ def _send(
 
 
 @triton.jit
-def _receive(
+def receive(
     part, first_row, step, epoch, live, memory, ids_ptr, rows, num_parts, first_step, num_steps,
     REDUCED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr, POLLED: tl.constexpr, OWN: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     """Everyone's tokens [BLOCK_B] of a step, 0 where a row is not live."""
     words_ptr, winners_ptr, _, tokens_ptr = memory
@@ -242,7 +239,7 @@ def _receive(
     tag, slot = _slot(step, epoch, first_row, num_parts, BLOCK_B)
     won = _winners(
         words_ptr + slot * POLLED * num_parts, winners_ptr + slot * BLOCK_B, part, rows, tag, num_parts,
-        BLOCK_V, BLOCK_B, POLLED, OWN,
+        BLOCK_V, BLOCK_B, POLLED, OWN, COPIES,
     )  # fmt: skip
     token = tl.where(live, _token_of(tl.where(live, won, 0), ids_ptr, REDUCED), 0)
     at = tokens_ptr + (first_row + local) * num_steps + first_step + step
@@ -262,7 +259,7 @@ def _streamed_tile(
     tile, features, w2_ptr, w2_scale_ptr, base_ptr, base_row, cache_ptr, cache_row, live, scale, noisy, ids_ptr,
     num_columns, logit_scale, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr,
     CACHE: tl.constexpr, HAS_HEAD: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_B: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_B: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """`tile_masses` of a tile whose rows of W2 and base logits are loaded for it."""
     product = 0
@@ -276,7 +273,7 @@ def _streamed_tile(
     )
     return tile_masses(
         logits, tile, cache_row, live, scale, noisy, cache_ptr, ids_ptr, num_columns,
-        WHOLE, SCATTERED, PACKED, CACHE, BLOCK_B, TILE,
+        WHOLE, SCATTERED, PACKED, CACHE, BLOCK_B, TILE, SUMMED,
     )  # fmt: skip
 
 
@@ -285,24 +282,26 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
     base_ptr, cache_ptr, w2_ptr, w2_scale_ptr, ids_ptr, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr,
     w1_ptr, features_ptr, anchors_ptr, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr,
     tokens_ptr, lse_ptr, confidence_ptr, words_ptr, winners_ptr, masses_ptr, groups_ptr, epochs_ptr,
-    batch, first_step, num_steps, num_columns, num_spans, num_parts, tiles_each, logit_scale,
+    batch, first_step, num_steps, num_columns, num_spans, num_parts, sums_each, logit_scale,
     base_stride, base_step, cache_stride, cache_step, hidden_stride, hidden_step, hidden_size,
     STEPS: tl.constexpr, HAS_ROWS: tl.constexpr, CONFIDENCE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, POLLED: tl.constexpr, OWN: tl.constexpr, W1_BYTES: tl.constexpr,
-    REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr, SCATTERED: tl.constexpr, PACKED: tl.constexpr,
-    CACHE: tl.constexpr, STORED: tl.constexpr, HAS_HEAD: tl.constexpr, GIVEN: tl.constexpr, FP8: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr,
-    SPAN: tl.constexpr, FOURS: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, JOIN_V: tl.constexpr, POLLED: tl.constexpr, OWN: tl.constexpr,
+    COPIES: tl.constexpr, W1_BYTES: tl.constexpr, REDUCED: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr,
+    SCATTERED: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, STORED: tl.constexpr, HAS_HEAD: tl.constexpr,
+    GIVEN: tl.constexpr, FP8: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
+    TILE: tl.constexpr, WARPS: tl.constexpr, SPAN: tl.constexpr, FOURS: tl.constexpr, HALVES: tl.constexpr,
+    STAGES: tl.constexpr, HELD: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """STEPS steps of num_steps, from first_step on. W2 is streamed through at each, or HELD, one tile a program.
 
     Memory for num_blocks * num_parts programs: words [2, num_blocks, POLLED, num_parts], winners [2, num_blocks,
-    BLOCK_B], masses [num_blocks, STEPS, BLOCK_B, num_parts], groups [programs, tiles_each * TILE / GROUP, BLOCK_B].
+    BLOCK_B], masses [num_blocks, STEPS, BLOCK_B, num_parts], groups [programs, sums_each, BLOCK_B].
     GIVEN: the features of row b are row b of `features_ptr`, and there is one step.
     """
-    PER_TILE: tl.constexpr = TILE // _GROUP
+    SUMMED: tl.constexpr = _GROUP // 2 if HALVES else _GROUP
+    PER_TILE: tl.constexpr = TILE // SUMMED
     PER_STEP: tl.constexpr = PER_TILE * BLOCK_B
-    SPAN_FOURS: tl.constexpr = SPAN * PER_TILE // 4
+    SPAN_FOURS: tl.constexpr = SPAN * TILE // (4 * _GROUP)
     program, local = tl.program_id(0), tl.arange(0, BLOCK_B)
     part, first_row = program % num_parts, program // num_parts * BLOCK_B
     row, rows = first_row + local, tl.minimum(batch - first_row, BLOCK_B)
@@ -312,12 +311,12 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
     epoch = tl.load(epochs_ptr + program)
     token = tl.load(anchors_ptr + row, mask=live, other=0).to(tl.int32)
     if CONFIDENCE != "none":
-        _hidden_shares(
+        hidden_shares(
             part, first_row, hidden_ptr, confidence_weight_ptr, confidence_bias_ptr, confidence_ptr, cache_rows_ptr,
             rows, num_parts, hidden_stride, hidden_step, hidden_size, HAS_ROWS, STEPS, BLOCK_H,
         )  # fmt: skip
     masses_ptr += first_row * STEPS * num_parts
-    groups_ptr += (tl.zeros([], tl.int64) + program) * tiles_each * PER_STEP
+    groups_ptr += (tl.zeros([], tl.int64) + program) * sums_each * BLOCK_B
     base_ptr += first_step * base_step
     cache_ptr += first_step * cache_step
     base_row = row.to(tl.int64) * base_stride
@@ -325,7 +324,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
     memory = (words_ptr, winners_ptr, masses_ptr, tokens_ptr)
     confidence = (confidence_ptr, confidence_weight_ptr, hidden_size)
     rounds = tl.cdiv(num_spans - part, num_parts) * SPAN
-    count = rounds * PER_TILE // 4
+    count = rounds * TILE // (4 * _GROUP)
     group_at = groups_ptr + local[:, None] + tl.arange(0, PER_TILE)[None, :] * BLOCK_B
     fours = tl.arange(0, TILE // 4)
     if HELD:
@@ -334,6 +333,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
         features = 0
         if HAS_HEAD:
             features = feature_rows(token, live, features_ptr, RANK, BLOCK_R)
+        numbers = draw_numbers(row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step, SPAN_FOURS, FOURS)
         # One loop over the tiles of all steps, so that the next step's first tiles load while its tokens are found.
         for turn in tl.range(STEPS * rounds, num_stages=STAGES):
             step = turn // rounds
@@ -343,28 +343,31 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                 _tile(place, part, num_parts, SPAN), features, w2_ptr, w2_scale_ptr, base_ptr + step * base_step,
                 base_row, cache_ptr + step * cache_step, cache_row, live, scale, noisy, ids_ptr, num_columns,
                 logit_scale, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, RANK, BLOCK_R, BLOCK_B,
-                TILE, WARPS,
+                TILE, WARPS, SUMMED,
             )  # fmt: skip
             tl.store(group_at + place * PER_STEP, masses)
             if i == rounds - 1:
                 word, column, mass = _race(
-                    masses, groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr, positions_ptr,
-                    cache_rows_ptr, cache_ptr + step * cache_step, cache_stride, ids_ptr, num_columns,
-                    first_step + step, HAS_ROWS, STORED, SCATTERED, HELD, BLOCK_B, SPAN_FOURS, FOURS,
+                    0, numbers, groups_ptr, part, num_parts, count, cache_ptr + step * cache_step, cache_row, live,
+                    scale, noisy, ids_ptr, num_columns, SCATTERED, False, BLOCK_B, SPAN_FOURS, FOURS, HALVES,
                 )  # fmt: skip
-                _send(
+                send(
                     word, column, mass, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
                     cache_rows_ptr, rows, num_parts, STEPS, HAS_ROWS, REDUCED, CONFIDENCE,
                     RANK, BLOCK_R, BLOCK_B, POLLED, W1_BYTES,
                 )  # fmt: skip
-                token = _receive(
+                numbers = draw_numbers(
+                    row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step + step + 1, SPAN_FOURS, FOURS
+                )
+                token = receive(
                     part, first_row, step, epoch, live, memory, ids_ptr, rows, num_parts, first_step, num_steps,
-                    REDUCED, BLOCK_V, BLOCK_B, POLLED, OWN,
+                    REDUCED, BLOCK_V, BLOCK_B, POLLED, OWN, COPIES,
                 )  # fmt: skip
                 if HAS_HEAD:
                     features = feature_rows(token, live, features_ptr, RANK, BLOCK_R)
     else:
         if HELD:
+            numbers = draw_numbers(row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step, SPAN_FOURS, FOURS)
             base = read_columns(base_ptr, base_row, part * (TILE // 4) + fours, live, num_columns, WHOLE, PACKED)
         for step in range(STEPS):
             features = 0
@@ -377,7 +380,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                 )  # fmt: skip
                 masses = tile_masses(
                     logits, part, cache_row, live, scale, noisy, cache_ptr + step * cache_step, ids_ptr, num_columns,
-                    WHOLE, SCATTERED, PACKED, CACHE, BLOCK_B, TILE,
+                    WHOLE, SCATTERED, PACKED, CACHE, BLOCK_B, TILE, SUMMED,
                 )  # fmt: skip
             else:
                 for i in tl.range(rounds, num_stages=STAGES):
@@ -386,31 +389,38 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                         _tile(place, part, num_parts, SPAN), features, w2_ptr, w2_scale_ptr,
                         base_ptr + step * base_step, base_row, cache_ptr + step * cache_step, cache_row, live, scale,
                         noisy, ids_ptr, num_columns, logit_scale, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD,
-                        FP8, RANK, BLOCK_R, BLOCK_B, TILE, WARPS,
+                        FP8, RANK, BLOCK_R, BLOCK_B, TILE, WARPS, SUMMED,
                     )  # fmt: skip
                     tl.store(group_at + place * PER_STEP, masses)
+            if not HELD:
+                numbers = draw_numbers(
+                    row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step + step, SPAN_FOURS, FOURS
+                )
             word, column, mass = _race(
-                masses if HELD else 0, groups_ptr, part, num_parts, count, row, batch, temperature_ptr, seeds_ptr,
-                positions_ptr, cache_rows_ptr, cache_ptr + step * cache_step, cache_stride, ids_ptr, num_columns,
-                first_step + step, HAS_ROWS, STORED, SCATTERED, HELD, BLOCK_B, SPAN_FOURS, FOURS,
+                masses if HELD else 0, numbers, groups_ptr, part, num_parts, count, cache_ptr + step * cache_step,
+                cache_row, live, scale, noisy, ids_ptr, num_columns,
+                SCATTERED, HELD, BLOCK_B, SPAN_FOURS, FOURS, HALVES,
             )  # fmt: skip
-            _send(
+            send(
                 word, column, mass, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
                 cache_rows_ptr, rows, num_parts, STEPS, HAS_ROWS, REDUCED, CONFIDENCE,
                 RANK, BLOCK_R, BLOCK_B, POLLED, W1_BYTES,
             )  # fmt: skip
             if HELD:  # the next base logits travel too
                 following = tl.minimum(step + 1, STEPS - 1)
+                numbers = draw_numbers(
+                    row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step + following, SPAN_FOURS, FOURS
+                )
                 base = read_columns(
                     base_ptr + following * base_step, base_row, part * (TILE // 4) + fours, live, num_columns,
                     WHOLE, PACKED,
                 )  # fmt: skip
-            token = _receive(
+            token = receive(
                 part, first_row, step, epoch, live, memory, ids_ptr, rows, num_parts, first_step, num_steps,
-                REDUCED, BLOCK_V, BLOCK_B, POLLED, OWN,
+                REDUCED, BLOCK_V, BLOCK_B, POLLED, OWN, COPIES,
             )  # fmt: skip
-    _join_masses(
+    join_masses(
         masses_ptr, first_row, epoch, part, lse_ptr + first_step, temperature_ptr, cache_rows_ptr, rows, num_parts,
-        num_steps, HAS_ROWS, STEPS, BLOCK_S, BLOCK_V, BLOCK_B,
+        num_steps, HAS_ROWS, STEPS, BLOCK_S, JOIN_V, BLOCK_B,
     )  # fmt: skip
     tl.store(epochs_ptr + program, epoch + STEPS)

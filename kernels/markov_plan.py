@@ -87,13 +87,19 @@ class DensePlan:
     wide: int  # warps side by side along the columns of a product
     span: int  # neighbouring tiles of a program, four groups of columns or one tile
     num_spans: int
-    tiles_each: int  # of a program, at most
+    groups_each: int  # of a program, at most
     num_parts: int  # programs of a block of requests
     held: bool  # whether a program keeps its rows of W2 on chip through all steps
+    alone: bool  # held, by the kernel for one request
     stages: int
     num_warps: int
     residents: int  # programs of one multiprocessor
     shared: int  # bytes of shared memory a program takes at most
+
+    @property
+    def halves(self) -> bool:
+        """Whether a warp has only half of a group of columns: it sums that, and halves meet in the race."""
+        return not self.held and 2 * self.tile // self.wide == GROUP
 
     @classmethod
     def choose(cls, weights: MarkovWeights, base: torch.Tensor, num_programs: int | None) -> "DensePlan":
@@ -114,6 +120,8 @@ class DensePlan:
             and sizes.shared(block_b, tile, 1, True) + BLOCK_RESERVE <= room
         )
         stages = residents = 1
+        if held and batch == 1:
+            return cls._alone(sizes, columns, alone)
         if not held:
             block_b, tile, stages, residents = _streamed(sizes, block_b, room)
         limit = num_programs or device_programs(base.device, residents)
@@ -133,14 +141,26 @@ class DensePlan:
             wide=min(num_warps, tile // 16) if block_b == FEW else 1,
             span=span,
             num_spans=num_spans,
-            tiles_each=spans_each * span,
+            groups_each=spans_each * span * tile // GROUP,
             num_parts=triton.cdiv(num_spans, spans_each),
             held=held,
+            alone=False,
             stages=stages,
             num_warps=num_warps,
             residents=residents,
             shared=sizes.shared(block_b, tile, stages, held),
         )
+
+    @classmethod
+    def _alone(cls, sizes: RaceSizes, columns: int, programs: int) -> "DensePlan":
+        """One request; a program has some groups of columns, which need not be a power of two."""
+        groups = triton.cdiv(columns, GROUP)
+        each = triton.cdiv(groups, programs)
+        parts, tile = triton.cdiv(groups, each), triton.next_power_of_2(each) * GROUP
+        return cls(
+            block_b=1, num_blocks=1, tile=tile, wide=1, span=1, num_spans=parts, groups_each=each, num_parts=parts,
+            held=True, alone=True, stages=1, num_warps=8, residents=1, shared=sizes.shared(1, tile, 1, True),
+        )  # fmt: skip
 
 
 def _streamed(sizes: RaceSizes, block_b: int, room: int) -> tuple[int, int, int, int]:

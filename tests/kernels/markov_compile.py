@@ -24,7 +24,7 @@ POINTERS = {
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_cooperative_grid")
 KERNELS = {
-    markov_chain: ("_features_kernel", "_chain_kernel"),
+    markov_chain: ("_features_kernel", "_chain_kernel", "_held_chain_kernel"),
     markov_candidates: ("_candidates_chain_kernel", "_group_maxima_kernel", "_select_kernel"),
     markov_features: ("_hidden_products_kernel",),
 }
