@@ -57,14 +57,7 @@ def load_drafter(
         CheckpointError: anything that would make it draft unlike it was trained, with every problem that was found.
     """
     findings = Findings()
-    container = findings.attempt(open_container, path)
-    resolved = None if container is None else check_files(container, target, layout, findings)
-    calibration = None
-    if container is not None and resolved is not None and calibrated:
-        calibration = findings.attempt(stored_calibration, container, resolved)
-    findings.raise_problems(str(path))
-    assert resolved is not None, "a problem was found, and not raised"
-    config, tensors = resolved.complete()
+    calibration, config, tensors = open_checkpoint(path, target, layout, findings, calibrated)
     dtype = dtype or stored_dtype(tensors, findings)
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise CheckpointError(
@@ -78,6 +71,24 @@ def load_drafter(
     for note in findings.notes:
         logger.log(logging.WARNING if note in findings.assumptions else logging.INFO, "%s: %s", path, note)
     return drafter
+
+
+def open_checkpoint(
+    path: str | Path, target: TargetFacts | None, layout: Layout | None, findings: Findings, calibrated: bool = True
+) -> tuple[ConfidenceCalibration | None, DrafterConfig, NamedTensors]:
+    """Everything about a checkpoint but its weights: calibration (None unless `calibrated`), record and tensors.
+
+    Raises:
+        CheckpointError: with every problem that was found.
+    """
+    container = findings.attempt(open_container, path)
+    resolved = None if container is None else check_files(container, target, layout, findings)
+    calibration = None
+    if container is not None and resolved is not None and calibrated:
+        calibration = findings.attempt(stored_calibration, container, resolved)
+    findings.raise_problems(str(path))
+    assert resolved is not None, "a problem was found, and not raised"
+    return calibration, *resolved.complete()
 
 
 def check_files(

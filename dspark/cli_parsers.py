@@ -44,18 +44,15 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (
-        _add_generate,
-        _add_eval,
-        _add_report,
-        _add_calibrate,
-        _add_quality,
-        _add_inspect,
-        _add_profile,
-        _add_convert,
-        _add_doctor,
-    ):
-        add(commands)
+    _add_generate(commands)
+    _add_eval(commands)
+    _add_report(commands)
+    _add_calibrate(commands)
+    _add_quality(commands)
+    _add_inspect(commands)
+    _add_profile(commands)
+    _add_convert(commands)
+    _add_doctor(commands)
     return parser
 
 

@@ -22,12 +22,12 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from dspark.checkpoint import check_files, check_finite, read_tensors, stored_calibration, stored_dtype
+from dspark.checkpoint import check_finite, open_checkpoint, read_tensors, stored_dtype
 from dspark.confidence import CALIBRATION_FILE
 from dspark.config import DrafterConfig
 from dspark.convert_config import to_deepspec, to_speculators
-from dspark.families import Container, Findings, Layout
-from dspark.families.container import INDEX, SINGLE, open_container
+from dspark.families import CheckpointError, Findings, Layout
+from dspark.families.container import INDEX, SINGLE, local_folder
 from dspark.families.findings import refusal
 from dspark.families.target import TargetFacts
 
@@ -101,14 +101,8 @@ def convert(
     if destination.exists() and Path(source).exists() and destination.resolve() == Path(source).resolve():
         raise ValueError(f"{destination} is the source itself: converting in place could lose it; give another folder")
     findings = Findings()
-    container = findings.attempt(open_container, source)
-    resolved = None if container is None else check_files(container, target, layout, findings)
-    findings.raise_problems(str(source))
-    assert container is not None, "a problem was found, and not raised"
-    assert resolved is not None, "a problem was found, and not raised"
-    source_config, stored = resolved.complete()
+    calibration, source_config, stored = open_checkpoint(source, target, layout, findings)
     dtype = stored_dtype(stored, findings)
-    calibration = findings.attempt(stored_calibration, container, resolved)
     tensors = {name: tensor.clone() for name, tensor in read_tensors(stored.sources, torch.device("cpu"))}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
@@ -124,7 +118,7 @@ def convert(
     findings.raise_problems(f"{source} cannot be written as a {to} checkpoint")
     files = {"config.json": json.dumps(raw, indent=2) + "\n"}
     if calibration is not None:
-        files[CALIBRATION_FILE] = (container.folder / CALIBRATION_FILE).read_text(encoding="utf-8")
+        files[CALIBRATION_FILE] = (local_folder(source) / CALIBRATION_FILE).read_text(encoding="utf-8")
     written = _write(destination, files, tensors, config, to)
     return Conversion(source_config.family, FAMILY[to], written, len(tensors), tuple(findings.notes))
 
@@ -196,12 +190,10 @@ def _read_back(
     folder: Path, tensors: Mapping[str, torch.Tensor], config: DrafterConfig, to: Packaging
 ) -> DrafterConfig:
     """The record of what was written, which must be the same drafter with the same bits."""
-    findings = Findings()
-    container: Container = open_container(folder)
-    resolved = check_files(container, None, None, findings)
-    findings.raise_problems(f"the {to} checkpoint as it was written")
-    assert resolved is not None, "a problem was found, and not raised"
-    written, stored = resolved.complete()
+    try:
+        _, written, stored = open_checkpoint(folder, None, None, Findings())
+    except CheckpointError as error:
+        raise CheckpointError(f"the {to} checkpoint as it was written: {error}") from error
     differing = same_drafter(config, written)
     if differing or written.family != FAMILY[to]:
         changes = [f"{name}={getattr(config, name)!r} -> {getattr(written, name)!r}" for name in differing]
