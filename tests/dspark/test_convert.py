@@ -207,7 +207,9 @@ def test_the_calibration_comes_along(tmp_path):
     source = write_deepspec(tmp_path / "a")
     weights = tensors_of(source)
     digest = head_digest((name, weights[name]) for name in ("confidence_head.proj.weight", "confidence_head.proj.bias"))
-    write_calibration(source / CALIBRATION_FILE, ConfidenceCalibration(Scaling((1.5, 0.7, 1.0, 2.0), (0.1, 0.0, -0.2, 0.5)), digest))
+    write_calibration(
+        source / CALIBRATION_FILE, ConfidenceCalibration(Scaling((1.5, 0.7, 1.0, 2.0), (0.1, 0.0, -0.2, 0.5)), digest)
+    )
     convert(source, tmp_path / "b", "speculators")
     assert load_drafter(tmp_path / "b").calibration == load_drafter(source).calibration
     assert_same_drafter(source, tmp_path / "b")
