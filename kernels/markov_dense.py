@@ -21,7 +21,6 @@ from dspark.kernels.markov_device import (
     high_half,
     low_half,
     noise_of_groups,
-    race_winner,
     race_word,
     row_scales,
     uniform_number,
@@ -146,57 +145,45 @@ def own_fours(part, num_parts, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr):
 
 
 @triton.jit
-def draw_numbers(
-    row, batch, seeds_ptr, positions_ptr, part, num_parts, step, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr
-):
-    """What is random in a draw of requests `row` [R] at a step: noise of the program's groups, four blocks [R, FOURS],
-    and u [R, 1]. Seeds and positions are read anew, which takes no registers from the loop over tiles.
+def draw_numbers(request, part, num_parts, step, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr):
+    """What is random in a draw at a step, `request` being positions and key words [R]: noise of the program's groups,
+    four blocks [R, FOURS], and u [R, 1].
     """
-    inside = row < batch
-    seed = tl.load(seeds_ptr + row, mask=inside, other=0)[:, None]
-    position = (tl.load(positions_ptr + row, mask=inside, other=0) + step).to(tl.uint32)[:, None]
-    key_low, key_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    position, key_low, key_high = request
+    at_step = (position + step).to(tl.uint32)[:, None]
     four = own_fours(part, num_parts, SPAN_FOURS, FOURS).to(tl.uint32)[None, :]
-    n0, n1, n2, n3 = noise_of_groups(four, position, key_low, key_high)
-    return n0, n1, n2, n3, uniform_number(position, key_low, key_high)
+    n0, n1, n2, n3 = noise_of_groups(four, at_step, key_low[:, None], key_high[:, None])
+    return n0, n1, n2, n3, uniform_number(at_step, key_low[:, None], key_high[:, None])
 
 
 @triton.jit
 def race_groups(
     masses, numbers, part, num_parts, noisy, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr
 ):
-    """The race of a program's groups, from their log2 masses, four blocks [BLOCK_B, FOURS], and `draw_numbers`.
-
-    Returns, each [BLOCK_B]: the race word of the best key, its group, the group's mass, and the log2 mass of all.
-    """
-    noise, four = numbers, own_fours(part, num_parts, SPAN_FOURS, FOURS)
-    group = tl.zeros([BLOCK_B, FOURS], tl.int32) + four[None, :] * 4
-    best, which, own = masses[0] - noise[0] * noisy[:, None], group, masses[0]
-    peak = tl.maximum(masses[0], _LOWEST)
-    total = fast_exp2(masses[0] - peak)
+    """Race words [BLOCK_B] of a program's groups, from their log2 masses, four blocks [BLOCK_B, FOURS], and
+    `draw_numbers`."""
+    group = own_fours(part, num_parts, SPAN_FOURS, FOURS)[None, :] * 4 + tl.zeros([BLOCK_B, FOURS], tl.int32)
+    best, which = masses[0] - numbers[0] * noisy[:, None], group
     for j in tl.static_range(1, 4):
-        key = masses[j] - noise[j] * noisy[:, None]
-        better = key > best
-        best, which = tl.where(better, key, best), tl.where(better, group + j, which)
-        own = tl.where(better, masses[j], own)
-        higher = tl.maximum(peak, masses[j])
-        total = total * fast_exp2(peak - higher) + fast_exp2(masses[j] - higher)
-        peak = higher
-    word = tl.max(race_word(best, which), axis=1)
-    winner = race_winner(word)
-    own = tl.max(tl.where(which == winner[:, None], own, float("-inf")), axis=1)
-    highest = tl.max(peak, axis=1)
-    total = tl.sum(total * fast_exp2(peak - highest[:, None]), axis=1)
-    mass = tl.where(noisy > 0.0, highest + fast_log2(tl.maximum(total, 1e-37)), highest)
-    return word, winner, own, mass
+        key = masses[j] - numbers[j] * noisy[:, None]
+        best, which = tl.where(key > best, key, best), tl.where(key > best, group + j, which)
+    return tl.max(race_word(best, which), axis=1)
 
 
 @triton.jit
-def draw_within(
-    group, mass, u, cache_ptr, cache_row, live, ids_ptr, num_columns, scale, noisy, SCATTERED: tl.constexpr
-):
-    """A column [R] of group [R], of log2 mass [R], by inversion of u [R, 1] over the logits that were stored; greedy
-    rows: the lowest of the largest.
+def total_mass(masses, noisy):
+    """log2 masses [BLOCK_B] of four blocks of them; greedy rows: the largest."""
+    peak = tl.maximum(tl.maximum(masses[0], masses[1]), tl.maximum(masses[2], masses[3]))
+    highest = tl.maximum(tl.max(peak, axis=1), _LOWEST)
+    total = fast_exp2(masses[0] - highest[:, None]) + fast_exp2(masses[1] - highest[:, None])
+    total += fast_exp2(masses[2] - highest[:, None]) + fast_exp2(masses[3] - highest[:, None])
+    return tl.where(noisy > 0.0, highest + fast_log2(tl.maximum(tl.sum(total, axis=1), 1e-37)), highest)
+
+
+@triton.jit
+def draw_within(group, u, cache_ptr, cache_row, live, ids_ptr, num_columns, scale, noisy, SCATTERED: tl.constexpr):
+    """A column [R] of group [R], by inversion of u [R, 1] over the logits that were stored; greedy rows: the lowest of
+    the largest.
     """
     place = tl.arange(0, _GROUP)
     column = group[:, None] * _GROUP + place[None, :]
@@ -205,10 +192,12 @@ def draw_within(
     if SCATTERED:
         at = tl.load(ids_ptr + column, mask=own, other=0)
     x = tl.load(cache_ptr + cache_row[:, None] + at, mask=own, other=float("-inf")).to(tl.float32) * scale[:, None]
-    largest = tl.where(x >= mass[:, None], 1.0, 0.0)
-    power = tl.where(noisy[:, None] > 0.0, fast_exp2(x - tl.maximum(mass, _LOWEST)[:, None]), largest)
+    peak = tl.max(x, axis=1)[:, None]
+    largest = tl.where(x >= peak, 1.0, 0.0)
+    power = tl.where(noisy[:, None] > 0.0, fast_exp2(x - tl.maximum(peak, _LOWEST)), largest)
+    reached = tl.cumsum(power, axis=1)
     # Rounded sums may step where nothing is added, and end below u: a column without probability is never taken.
-    drawn = (tl.cumsum(power, axis=1) > u * noisy[:, None]) & (power > 0.0)
+    drawn = (reached > u * noisy[:, None] * tl.max(reached, axis=1)[:, None]) & (power > 0.0)
     found = tl.min(tl.where(drawn, place[None, :], _GROUP), axis=1)
     last = tl.max(tl.where(power > 0.0, place[None, :], 0), axis=1)
     return group * _GROUP + tl.minimum(found, last)

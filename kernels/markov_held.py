@@ -18,7 +18,7 @@ from dspark.kernels.markov_device import (
     rounded,
     uniform_number,
 )
-from dspark.kernels.markov_persistent import hidden_shares, join_masses, receive, send
+from dspark.kernels.markov_persistent import hidden_shares, join_masses, receive, send, send_mass
 
 _GROUP = tl.constexpr(GROUP)
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
@@ -116,10 +116,11 @@ def _held_chain_kernel(
         x = tl.where(own, logits * scale_of_row, float("-inf"))
         word, drawn, mass = _draw(x, first_group, noise, u, noisy_row, GROUPS)
         send(
-            tl.zeros([1], tl.int64) + word, tl.zeros([1], tl.int32) + drawn, tl.zeros([1], tl.float32) + mass, token,
+            tl.zeros([1], tl.int64) + word, tl.zeros([1], tl.int32) + drawn, token,
             part, 0, step, epoch, live, memory, confidence, w1_ptr, ids_ptr, cache_rows_ptr, 1, num_parts,
             STEPS, HAS_ROWS, REDUCED, CONFIDENCE, RANK, BLOCK_R, 1, 1, W1_BYTES,
         )  # fmt: skip
+        send_mass(tl.zeros([1], tl.float32) + mass, part, 0, step, epoch, memory, num_parts, 1, 1)
         following = tl.minimum(step + 1, STEPS - 1)
         base = tl.load(base_ptr + following * base_step + column, mask=own, other=0.0)
         noise, u = _numbers(first_group, request, following, GROUPS)

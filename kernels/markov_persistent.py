@@ -27,6 +27,7 @@ from dspark.kernels.markov_dense import (
     read_masses,
     request_rows,
     tile_masses,
+    total_mass,
 )
 from dspark.kernels.markov_device import (
     after_barrier,
@@ -168,8 +169,8 @@ def _race(
     SCATTERED: tl.constexpr, HELD: tl.constexpr, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """This program's race words, columns and log2 masses [BLOCK_B] of a step, with its `draw_numbers`. HELD: all its
-    groups are those of one tile, with `masses`; otherwise they are in memory, as are all logits.
+    """This program's race words and columns [BLOCK_B] of a step, with its `draw_numbers`; and the log2 masses of its
+    groups. HELD: those of one tile, `masses`; otherwise they are in memory, as are all logits.
     """
     if HELD:
         even, odd = tl.split(tl.reshape(masses, [BLOCK_B, FOURS, 2, 2]))
@@ -179,13 +180,13 @@ def _race(
     else:
         groups_ptr = after_barrier(groups_ptr)  # masses were written by other threads
         own = read_masses(groups_ptr, count, noisy, BLOCK_B, FOURS, HALVES)
-    word, group, group_mass, mass = race_groups(own, numbers, part, num_parts, noisy, BLOCK_B, SPAN_FOURS, FOURS)
+    word = race_groups(own, numbers, part, num_parts, noisy, BLOCK_B, SPAN_FOURS, FOURS)
     if HELD:
         cache_ptr = after_barrier(cache_ptr)  # and so were logits
     column = draw_within(
-        group, group_mass, numbers[4], cache_ptr, cache_row, live, ids_ptr, num_columns, scale, noisy, SCATTERED
+        race_winner(word), numbers[4], cache_ptr, cache_row, live, ids_ptr, num_columns, scale, noisy, SCATTERED
     )
-    return renumbered(word, column), column, mass
+    return renumbered(word, column), column, own
 
 
 @triton.jit
@@ -199,16 +200,15 @@ def _token_of(column, ids_ptr, REDUCED: tl.constexpr):
 
 @triton.jit
 def send(
-    word, column, mass, previous, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
+    word, column, previous, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
     cache_rows_ptr, rows, num_parts, STEPS: tl.constexpr, HAS_ROWS: tl.constexpr,
     REDUCED: tl.constexpr, CONFIDENCE: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr, POLLED: tl.constexpr, W1_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Publish this program's race words [BLOCK_B] of a step, and do what no token depends on while they travel: its
-    log2 masses go out, the row of W1 that would be needed next is brought near, and the share of the previous tokens
-    in the confidence is added.
+    """Publish this program's race words [BLOCK_B] of a step, and do what no token depends on while they travel: the row
+    of W1 that would be needed next is brought near, and the share of the previous tokens in the confidence is added.
     """
-    words_ptr, _, masses_ptr, _ = memory
+    words_ptr, _, _, _ = memory
     confidence_ptr, confidence_weight_ptr, hidden_size = confidence
     local = tl.arange(0, BLOCK_B)
     tag, slot = _slot(step, epoch, first_row, num_parts, BLOCK_B)
@@ -217,14 +217,21 @@ def send(
     if W1_BYTES > 0:
         candidate = _token_of(column, ids_ptr, REDUCED)
         prefetch_rows(w1_ptr, tl.where(live, candidate, 0).to(tl.int64), W1_BYTES)
-    packed = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag
-    at = masses_ptr + (step * BLOCK_B + local) * num_parts + part
-    tl.atomic_xchg(at, packed, mask=local < POLLED, sem="relaxed")
     if CONFIDENCE == "hidden+markov":
         _add_token_shares(
             previous, part, first_row, step, w1_ptr, confidence_weight_ptr, confidence_ptr, cache_rows_ptr, rows,
             num_parts, hidden_size, HAS_ROWS, STEPS, RANK, BLOCK_R, BLOCK_B,
         )  # fmt: skip
+
+
+@triton.jit
+def send_mass(mass, part, first_row, step, epoch, memory, num_parts, BLOCK_B: tl.constexpr, POLLED: tl.constexpr):
+    """Publish this program's log2 masses [BLOCK_B] of a step, which are read when the last step is over."""
+    local = tl.arange(0, BLOCK_B)
+    tag, _ = _slot(step, epoch, first_row, num_parts, BLOCK_B)
+    packed = (mass.to(tl.int32, bitcast=True).to(tl.int64) << 32) | tag
+    at = memory[2] + (step * BLOCK_B + local) * num_parts + part
+    tl.atomic_xchg(at, packed, mask=local < POLLED, sem="relaxed")
 
 
 @triton.jit
@@ -305,7 +312,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
     program, local = tl.program_id(0), tl.arange(0, BLOCK_B)
     part, first_row = program % num_parts, program // num_parts * BLOCK_B
     row, rows = first_row + local, tl.minimum(batch - first_row, BLOCK_B)
-    slot_row, live, scale, noisy, _, _, _ = request_rows(
+    slot_row, live, scale, noisy, position, key_low, key_high = request_rows(
         row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
     )
     epoch = tl.load(epochs_ptr + program)
@@ -321,6 +328,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
     cache_ptr += first_step * cache_step
     base_row = row.to(tl.int64) * base_stride
     cache_row = (slot_row if STORED else row.to(tl.int64)) * cache_stride
+    request = (position + first_step, key_low, key_high)
     memory = (words_ptr, winners_ptr, masses_ptr, tokens_ptr)
     confidence = (confidence_ptr, confidence_weight_ptr, hidden_size)
     rounds = tl.cdiv(num_spans - part, num_parts) * SPAN
@@ -333,7 +341,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
         features = 0
         if HAS_HEAD:
             features = feature_rows(token, live, features_ptr, RANK, BLOCK_R)
-        numbers = draw_numbers(row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step, SPAN_FOURS, FOURS)
+        numbers = draw_numbers(request, part, num_parts, 0, SPAN_FOURS, FOURS)
         # One loop over the tiles of all steps, so that the next step's first tiles load while its tokens are found.
         for turn in tl.range(STEPS * rounds, num_stages=STAGES):
             step = turn // rounds
@@ -347,18 +355,17 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
             )  # fmt: skip
             tl.store(group_at + place * PER_STEP, masses)
             if i == rounds - 1:
-                word, column, mass = _race(
+                word, column, own = _race(
                     0, numbers, groups_ptr, part, num_parts, count, cache_ptr + step * cache_step, cache_row, live,
                     scale, noisy, ids_ptr, num_columns, SCATTERED, False, BLOCK_B, SPAN_FOURS, FOURS, HALVES,
                 )  # fmt: skip
                 send(
-                    word, column, mass, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
+                    word, column, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
                     cache_rows_ptr, rows, num_parts, STEPS, HAS_ROWS, REDUCED, CONFIDENCE,
                     RANK, BLOCK_R, BLOCK_B, POLLED, W1_BYTES,
                 )  # fmt: skip
-                numbers = draw_numbers(
-                    row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step + step + 1, SPAN_FOURS, FOURS
-                )
+                send_mass(total_mass(own, noisy), part, first_row, step, epoch, memory, num_parts, BLOCK_B, POLLED)
+                numbers = draw_numbers(request, part, num_parts, step + 1, SPAN_FOURS, FOURS)
                 token = receive(
                     part, first_row, step, epoch, live, memory, ids_ptr, rows, num_parts, first_step, num_steps,
                     REDUCED, BLOCK_V, BLOCK_B, POLLED, OWN, COPIES,
@@ -367,7 +374,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                     features = feature_rows(token, live, features_ptr, RANK, BLOCK_R)
     else:
         if HELD:
-            numbers = draw_numbers(row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step, SPAN_FOURS, FOURS)
+            numbers = draw_numbers(request, part, num_parts, 0, SPAN_FOURS, FOURS)
             base = read_columns(base_ptr, base_row, part * (TILE // 4) + fours, live, num_columns, WHOLE, PACKED)
         for step in range(STEPS):
             features = 0
@@ -392,25 +399,26 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                         FP8, RANK, BLOCK_R, BLOCK_B, TILE, WARPS, SUMMED,
                     )  # fmt: skip
                     tl.store(group_at + place * PER_STEP, masses)
-            if not HELD:
-                numbers = draw_numbers(
-                    row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step + step, SPAN_FOURS, FOURS
+            if not HELD:  # read anew, so that the loop over tiles has the registers
+                _, _, _, _, position, key_low, key_high = request_rows(
+                    row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
                 )
-            word, column, mass = _race(
+                again = (position, key_low, key_high)
+                numbers = draw_numbers(again, part, num_parts, first_step + step, SPAN_FOURS, FOURS)
+            word, column, own = _race(
                 masses if HELD else 0, numbers, groups_ptr, part, num_parts, count, cache_ptr + step * cache_step,
                 cache_row, live, scale, noisy, ids_ptr, num_columns,
                 SCATTERED, HELD, BLOCK_B, SPAN_FOURS, FOURS, HALVES,
             )  # fmt: skip
             send(
-                word, column, mass, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
+                word, column, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
                 cache_rows_ptr, rows, num_parts, STEPS, HAS_ROWS, REDUCED, CONFIDENCE,
                 RANK, BLOCK_R, BLOCK_B, POLLED, W1_BYTES,
             )  # fmt: skip
+            send_mass(total_mass(own, noisy), part, first_row, step, epoch, memory, num_parts, BLOCK_B, POLLED)
             if HELD:  # the next base logits travel too
                 following = tl.minimum(step + 1, STEPS - 1)
-                numbers = draw_numbers(
-                    row, batch, seeds_ptr, positions_ptr, part, num_parts, first_step + following, SPAN_FOURS, FOURS
-                )
+                numbers = draw_numbers(request, part, num_parts, following, SPAN_FOURS, FOURS)
                 base = read_columns(
                     base_ptr + following * base_step, base_row, part * (TILE // 4) + fours, live, num_columns,
                     WHOLE, PACKED,
