@@ -31,6 +31,8 @@ from dspark.records import StepRecord
 
 INCONCLUSIVE = "INCONCLUSIVE"
 MEASURED = "measured"
+JUDGED = [("request", int), ("position", int), ("accepted", bool), ("reached", bool)]
+JUDGED += [("expected", float), ("confidence", float), ("survival", float)]
 TAIL_TOKENS = 48  # shorter tails repeat in ordinary text: table rules, list markers, digits of a number
 TAIL_REPEATS = 4
 
@@ -94,24 +96,6 @@ class Acceptance:
         return tuple(rates.expected for rates in self.positions)
 
 
-@dataclass(frozen=True)
-class JudgedPositions:
-    """Every draft position that counts, flat over requests and steps; N positions.
-
-    `request` [N] and `position` [N] say where; `accepted` [N]: this draft and all before it in its step were
-    accepted; `reached` [N]: all before it were; `expected` [N]: 1 - TV; `confidence` [N]: conditional, NaN where the
-    drafter has no head; `survival` [N]: product of the step's confidences up to here.
-    """
-
-    request: np.ndarray
-    position: np.ndarray
-    accepted: np.ndarray
-    reached: np.ndarray
-    expected: np.ndarray
-    confidence: np.ndarray
-    survival: np.ndarray
-
-
 def judged_counts(step: StepRecord) -> tuple[int, int]:
     """Offered and accepted drafts of a step that count: those up to the end of the request.
 
@@ -134,11 +118,16 @@ def judged_counts(step: StepRecord) -> tuple[int, int]:
     return (offered, accepted) if step.finish_reason is None else (min(offered, committed), min(accepted, committed))
 
 
-def judged_positions(requests: Sequence[Sequence[StepRecord]]) -> JudgedPositions:
+def judged_positions(requests: Sequence[Sequence[StepRecord]]) -> np.recarray:
     """Flatten step records; one row per draft position that counts.
 
     Args:
         requests: the steps of each request.
+
+    Returns:
+        [N] rows of `JUDGED`. `request` and `position` say where; `accepted`: this draft and all before it in its step
+        were accepted; `reached`: all before it were; `expected`: 1 - TV; `confidence`: conditional, NaN where the
+        drafter has no head; `survival`: product of the step's confidences up to here.
     """
     rows: list[tuple[int, int, bool, bool, float, float, float]] = []
     for request, steps in enumerate(requests):
@@ -151,9 +140,7 @@ def judged_positions(requests: Sequence[Sequence[StepRecord]]) -> JudgedPosition
                 (request, i, i < accepted, i <= accepted, expected[i], confidence[i], survival[i])
                 for i in range(offered)
             ]
-    columns = zip(*rows, strict=True) if rows else [()] * 7
-    dtypes = (np.int64, np.int64, bool, bool, np.float64, np.float64, np.float64)
-    return JudgedPositions(*(np.array(column, dtype=dtype) for column, dtype in zip(columns, dtypes, strict=True)))
+    return np.array(rows, dtype=JUDGED).view(np.recarray)
 
 
 def measure_acceptance(requests: Sequence[Sequence[StepRecord]], bootstrap: Bootstrap | None = None) -> Acceptance:
@@ -191,7 +178,7 @@ def measure_acceptance(requests: Sequence[Sequence[StepRecord]], bootstrap: Boot
 
 
 def acceptance_statistics(
-    requests: Sequence[Sequence[StepRecord]], table: JudgedPositions | None = None
+    requests: Sequence[Sequence[StepRecord]], table: np.recarray | None = None
 ) -> dict[str, Statistic]:
     """Every figure as a function of how often each request counts, for intervals, differences and means over sets.
 
@@ -237,7 +224,7 @@ def _lengths(requests: Sequence[Sequence[StepRecord]]) -> np.ndarray:
     return np.array(rows, dtype=np.float64).reshape(len(requests), longest + 1)
 
 
-def _position_statistics(table: JudgedPositions, num_requests: int) -> dict[str, Statistic]:
+def _position_statistics(table: np.recarray, num_requests: int) -> dict[str, Statistic]:
     """Figures of each position, over steps that offered or reached it."""
     depth = int(table.position.max()) + 1 if len(table.position) else 0
 
@@ -259,7 +246,7 @@ def _position_statistics(table: JudgedPositions, num_requests: int) -> dict[str,
     }
 
 
-def _position_rates(table: JudgedPositions, estimates: dict[str, list[Estimate]]) -> tuple[PositionRates, ...]:
+def _position_rates(table: np.recarray, estimates: dict[str, list[Estimate]]) -> tuple[PositionRates, ...]:
     rates = []
     for position, unconditional in enumerate(estimates["unconditional"]):
         here = table.position == position

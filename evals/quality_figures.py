@@ -270,26 +270,15 @@ def _positions(
     return positions, tokens
 
 
-@dataclass(frozen=True)
-class PrefixOutcomes:
-    """Drafts that count with what becomes of their prefixes, flat; n outcomes.
-
-    `request`, `position` [n]: where. `survival` [n]: product of the confidences of the block up to the draft, NaN
-    without a head. `accepted` [n] bool. `weight` [n] > 0: expected number of times.
-    """
-
-    request: np.ndarray
-    position: np.ndarray
-    survival: np.ndarray
-    accepted: np.ndarray
-    weight: np.ndarray
-
-
-def prefix_outcomes(scores: AnchorScores, law: LoopLaw) -> PrefixOutcomes:
+def prefix_outcomes(scores: AnchorScores, law: LoopLaw) -> np.recarray:
     """Every draft once as accepted, with the confidences along the path, and once in the block that was rejected.
 
     The chance of a rejected prefix is estimated from the one rejection that was drawn (unbiased over the draws); that
     of an accepted one is exact.
+
+    Returns:
+        [n] rows of drafts that count: `request`, `position`; `survival`, product of the confidences of the block up to
+        the draft, NaN without a head; `accepted`; `weight` > 0, expected number of times.
     """
     num_draft_tokens = law.survival.shape[1] - 1
     slot = np.arange(num_draft_tokens)
@@ -311,5 +300,5 @@ def prefix_outcomes(scores: AnchorScores, law: LoopLaw) -> PrefixOutcomes:
     request, position = (np.concatenate([column, column]).ravel() for column in columns)
     survival = np.concatenate([along, scores.rejected_survival[:, :num_draft_tokens]]).ravel()
     hit = np.concatenate([np.ones(accepted.shape, dtype=bool), np.zeros(rejected.shape, dtype=bool)]).ravel()
-    used = weight > 0
-    return PrefixOutcomes(request[used], position[used], survival[used], hit[used], weight[used])
+    names = ["request", "position", "survival", "accepted", "weight"]
+    return np.rec.fromarrays([request, position, survival, hit, weight], names=names)[weight > 0]
