@@ -11,7 +11,6 @@ import torch
 
 from dspark.cli_paths import drafter_location
 from dspark.commands import Pair, given_options, load_named_target, load_pair
-from dspark.convert import Conversion
 from dspark.convert import convert as run_convert
 from dspark.cost import CostTable
 from dspark.evals import format_prompt, load_dataset
@@ -76,7 +75,7 @@ def convert(options: argparse.Namespace) -> int:
         force=options.force,
     )
     if options.json:
-        print(json.dumps({"command": "convert", "written": options.destination, **describe_conversion(result)}))
+        print(json.dumps({"command": "convert", "written": options.destination, **asdict(result)}))
         return 0
     print(
         f"{options.destination}: {result.source} -> {result.destination}, {result.num_tensors} tensors; read back: the "
@@ -119,19 +118,6 @@ def _examine(pair: Pair, path: str, settings: DoctorSettings) -> Diagnosis:
     return diagnose(pair.drafter, pair.target, raw, prompts, settings, report=say)
 
 
-def describe_conversion(result: Conversion) -> dict[str, Any]:
-    """Plain values for JSON."""
-    config = asdict(result.config)
-    del config["notes"]  # the conversion's are given
-    return {
-        "from": result.source,
-        "to": result.destination,
-        "num_tensors": result.num_tensors,
-        "config": config,
-        "notes": list(result.notes),
-    }
-
-
 def format_cost(table: CostTable) -> str:
     """A row per number of requests: milliseconds of a plain step and of drafted steps by drafts verified, with the half
     width of the middle half of the measurements in per cent.
@@ -153,13 +139,7 @@ def device_name(device: torch.device) -> str:
     """The processor behind a device, by its maker's name where that can be told."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _cpu_name()
-
-
-def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "cpu"
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "cpu"

@@ -92,7 +92,6 @@ class Inspection:
         found = asdict(self)
         if self.config is not None:
             found["config"]["max_draft_tokens"] = self.config.max_draft_tokens
-            del found["config"]["notes"]  # the same as the inspection's
         totals = {"loadable": self.loadable, "num_parameters": self.num_parameters, "num_bytes": self.num_bytes}
         return found | totals
 

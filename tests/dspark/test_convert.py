@@ -239,7 +239,7 @@ def test_the_command_says_what_it_did(tmp_path, capsys):
     source = write_deepspec(tmp_path / "a")
     assert main(["convert", str(source), str(tmp_path / "b"), "--to", "speculators", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["from"], report["to"], report["num_tensors"]) == ("DeepSpec Qwen3", "speculators", 31)
+    assert (report["source"], report["destination"], report["num_tensors"]) == ("DeepSpec Qwen3", "speculators", 31)
     assert report["config"]["tap_ids"] == [0, 2, 5]
     assert any("num_target_layers=6 is not written" in note for note in report["notes"])
     assert any("the verifier has no name" in note for note in report["notes"])
