@@ -7,19 +7,22 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dspark.checkpoint import load_drafter
 from dspark.cli_paths import EMBEDDED, drafter_location, find_drafter
 from dspark.default import TargetLocation, load_target, local_target, resolve_default_target
 from dspark.drafter import Drafter
 from dspark.evals import EvalSettings, format_prompt, measure_acceptance
 from dspark.evals.datasets import resolve_prompt_format
 from dspark.evals.settings import library_versions
+from dspark.inspect import inspect_checkpoint
 from dspark.loop import generate as run_loop
+from dspark.memory import RecurrentSizes, describe_memory
 from dspark.records import Generation, StepRecord
 from dspark.sampling import SamplingParams
 from dspark.schedule import describe_schedule, parse_schedule
@@ -68,16 +71,17 @@ def generate(options: argparse.Namespace) -> int:
     loop_options = {
         "num_draft_tokens": getattr(options, "num_draft_tokens", pair.drafter.config.max_draft_tokens),
         "drafting": getattr(options, "drafting", EvalSettings.drafting),
+        "schedule": schedule,
     }
-
-    _warm_up(pair, prompt_ids, params, loop_options)
-    described = {**loop_options, "schedule": describe_schedule(chosen)}
-    loop_options["schedule"] = schedule
+    # The first passes pay for allocations and thread pools, which would be blamed on whichever run came first.
+    short = replace(params, max_new_tokens=WARM_UP_TOKENS)
+    run_loop(pair.target, pair.drafter, [prompt_ids], short, **loop_options | {"schedule": None})
+    run_loop(pair.target, None, [prompt_ids], short)
     shown = None if options.json else MarkedWriter(pair.target.decode, sys.stdout)
     drafted = _timed_run(pair.target, pair.drafter, prompt_ids, params, loop_options, shown)
     plain = _timed_run(pair.target, None, prompt_ids, params, {}, None) if options.compare else None
     if options.json:
-        settings = {"prompt_format": prompt_format.mode, **described}
+        settings = {"prompt_format": prompt_format.mode, **loop_options, "schedule": describe_schedule(chosen)}
         report = _generation_report(pair, drafted, plain, params)
         print(json.dumps({"command": "generate", **settings, **report}))
         return 0
@@ -87,15 +91,15 @@ def generate(options: argparse.Namespace) -> int:
 
 def inspect(options: argparse.Namespace) -> int:
     """`dspark inspect`; status 1 if the checkpoint cannot be used."""
-    from dspark.inspect import inspect_checkpoint
-
     path = drafter_location(getattr(options, "drafter", None))
     target = None
     if hasattr(options, "target"):
         target, _ = load_named_target(options.target, torch.bfloat16, torch.device("cpu"))
     report = inspect_checkpoint(path, target=target, layout=getattr(options, "layout", None))
     num_draft_tokens = report.config.max_draft_tokens if report.config is not None else 0
-    memory = _recurrent_memory(target, num_draft_tokens) if target is not None and target.recurrent else []
+    memory = []
+    if target is not None and target.recurrent:
+        memory = describe_memory(RecurrentSizes.from_config(target.config), num_draft_tokens)
     if options.json:
         print(json.dumps({"command": "inspect", **report.to_dict(), "recurrent_memory": memory}))
     else:
@@ -105,20 +109,12 @@ def inspect(options: argparse.Namespace) -> int:
     return 0 if report.loadable else 1
 
 
-def _recurrent_memory(target: HFTarget, num_draft_tokens: int) -> list[str]:
-    from dspark.memory import RecurrentSizes, describe_memory
-
-    return describe_memory(RecurrentSizes.from_config(target.config), num_draft_tokens)
-
-
 def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
     """Load target and drafter as the options name them; the target of `loaded`, if given, is kept.
 
     Raises:
         ValueError: a target without its drafter, files that do not load, or two that do not belong together.
     """
-    from dspark.checkpoint import load_drafter
-
     target_name, drafter_path = getattr(options, "target", None), find_drafter(options)
     device = _device(getattr(options, "device", None))
     dtype = _dtype(getattr(options, "dtype", None), device)
@@ -204,13 +200,6 @@ def eval_settings(options: argparse.Namespace) -> EvalSettings:
     renamed = {"datasets": "dataset", "temperatures": "temperature"}
     given |= {name: tuple(getattr(options, flag)) for name, flag in renamed.items() if hasattr(options, flag)}
     return EvalSettings(**given)
-
-
-def _warm_up(pair: Pair, prompt_ids: list[int], params: SamplingParams, loop_options: dict[str, Any]) -> None:
-    """The first passes pay for allocations and thread pools, which would be blamed on whichever run came first."""
-    short = SamplingParams(temperature=params.temperature, seed=params.seed, max_new_tokens=WARM_UP_TOKENS)
-    run_loop(pair.target, pair.drafter, [prompt_ids], short, **loop_options)
-    run_loop(pair.target, None, [prompt_ids], short)
 
 
 def _timed_run(
