@@ -116,15 +116,12 @@ class StateStore:
             For each request its layers: hidden [num_anchors, H], row t being what the token after `token_ids[t]` is
             predicted from; taps [rows, H] from position 0 to the last but one token that a block starts at.
         """
-        rows = [[f"{index}.{layer}" for layer in layers] for index in indices]
-        wanted: dict[Path, list[str]] = {}
-        for key in dict.fromkeys(key for row in rows for key in row):
-            wanted.setdefault(self._shard_of[key], []).append(key)
-        found: dict[str, torch.Tensor] = {}
-        for shard, keys in wanted.items():
-            with _open_shard(shard) as file:
-                found.update({key: file.get_tensor(key) for key in keys})
-        return [[found[key] for key in row] for row in rows]
+        return [[self._read(f"{index}.{layer}") for layer in layers] for index in indices]
+
+    def _read(self, key: str) -> torch.Tensor:
+        with _open_shard(self._shard_of[key]) as file:
+            tensor: torch.Tensor = file.get_tensor(key)
+            return tensor
 
 
 @contextmanager

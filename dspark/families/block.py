@@ -14,6 +14,7 @@ from dspark.families.findings import Findings, refusal
 
 Layout = Literal["anchor", "fill"]
 NAMES = {True: "anchor-first", False: "1+N (fill)"}
+MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 ONE_PERCENT = "Read with the wrong layout, almost no draft would be accepted."
 OVERRIDE = "override with --layout (layout= in Python)"
 CHOOSE = "Correct config.json, or decide with --layout anchor or --layout fill (layout= in Python)."
@@ -26,18 +27,6 @@ def read_block_size(fields: Fields) -> int:
         "dspark_block_size",
         minimum=1,
         consequence="Engines would guess 8 or 16 rows; more rows than were trained collapse every position.",
-    )
-
-
-def read_mask_token_id(fields: Fields) -> int:
-    """Token whose embedding fills the rows after the anchor."""
-    return fields.integer(
-        "mask_token_id",
-        "dspark_noise_token_id",
-        "pard_token",
-        "ptd_token_id",
-        minimum=0,
-        consequence="The block would be filled with the embedding of some other token.",
     )
 
 

@@ -12,12 +12,12 @@ from dspark.config import DrafterConfig
 from dspark.families.attention import read_layers
 from dspark.families.backbone import read_dimensions, read_extras, read_rms_norm_eps, read_rope
 from dspark.families.block import (
+    MASK_TOKEN_KEYS,
     Layout,
     check_block,
     read_block_size,
     read_draft_topk,
     read_layout,
-    read_mask_token_id,
 )
 from dspark.families.container import Container
 from dspark.families.expected import check_tensors
@@ -125,10 +125,11 @@ def resolve(
 def _read_independent(dialect: Dialect, layout: Layout | None, findings: Findings) -> dict[str, Any] | None:
     """Fields that need no sizes."""
     drafter, other_target = dialect.drafter, "The drafter would be matched with the wrong target."
+    other_filler = "The block would be filled with the embedding of some other token."
     values = findings.gather(
         block_size=lambda: read_block_size(drafter),
         anchor_first=lambda: read_layout(drafter, dialect.raw, layout, findings),
-        mask_token_id=lambda: read_mask_token_id(drafter),
+        mask_token_id=lambda: drafter.integer(*MASK_TOKEN_KEYS, minimum=0, consequence=other_filler),
         tap_ids=lambda: read_taps(drafter),
         rope=lambda: read_rope(dialect.backbone, findings),
         rms_norm_eps=lambda: read_rms_norm_eps(dialect.backbone_fields, findings),
