@@ -44,7 +44,7 @@ class DenseWorkspace:
         self.words = zeros(2, blocks, self.polled, parts, dtype=torch.int64)
         self.winners = zeros(2, blocks, plan.block_b, dtype=torch.int64)
         self.masses = zeros(blocks, steps, plan.block_b, parts, dtype=torch.int64)
-        sums = plan.fours * (8 if plan.halves else 4)
+        sums = plan.groups_each * (2 if plan.halves else 1)
         self.groups = zeros(blocks * parts, sums, plan.block_b, dtype=torch.float32)
         self.epochs = torch.ones(blocks * parts, dtype=torch.int32, device=device)
         rank = max(weights.rank, 1)
@@ -248,7 +248,7 @@ def _launch_chain(
         POLLED=workspace.polled, OWN=own, COPIES=threads // plan.block_b,
         WHOLE=base.shape[-1] % (plan.tile * plan.span) == 0, PACKED=packs(base, cache, scattered),
         HAS_HEAD=weights.w2 is not None, GIVEN=curved, BLOCK_B=plan.block_b, TILE=plan.tile, WARPS=plan.wide,
-        SPAN=plan.span, FOURS=plan.fours, HALVES=plan.halves, STAGES=plan.stages,
+        SPAN=plan.span, FOURS=triton.next_power_of_2(plan.groups_each // 4), HALVES=plan.halves, STAGES=plan.stages,
         HELD=plan.held, FLAT=few and not plan.held and not curved,
         maxnreg=min(65536 // 32 // plan.num_warps // plan.residents, 255),  # so that the residents fit
         **common,

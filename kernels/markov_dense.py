@@ -111,19 +111,11 @@ def tile_masses(
 
 
 @triton.jit
-def place_of_sum(i, FOURS: tl.constexpr, HALVES: tl.constexpr):
-    """Where a program's i-th log2 mass stands in a row: the first of every four groups, then the second, and so on, so
-    that `read_masses` reads neighbours."""
-    EACH: tl.constexpr = 8 if HALVES else 4
-    return i % EACH * FOURS + i // EACH
-
-
-@triton.jit
-def _read_mass(at, step, own, noisy, HALVES: tl.constexpr):
+def _read_mass(at, own, noisy, BLOCK_B: tl.constexpr, HALVES: tl.constexpr):
     """One block of `read_masses`; of HALVES the sum of both."""
     mass = tl.load(at, mask=own, other=_LOWEST)
     if HALVES:
-        other = tl.load(at + step, mask=own, other=_LOWEST)
+        other = tl.load(at + BLOCK_B, mask=own, other=_LOWEST)
         higher = tl.maximum(mass, other)
         both = fast_exp2(mass - tl.maximum(higher, _LOWEST)) + fast_exp2(other - tl.maximum(higher, _LOWEST))
         mass = tl.where(noisy[:, None] > 0.0, higher + fast_log2(tl.maximum(both, 1e-37)), higher)
@@ -131,18 +123,16 @@ def _read_mass(at, step, own, noisy, HALVES: tl.constexpr):
 
 
 @triton.jit
-def read_masses(
-    masses_ptr, row_step, sum_step, count, noisy, BLOCK_B: tl.constexpr, FOURS: tl.constexpr, HALVES: tl.constexpr
-):
-    """Log2 masses of 4 count groups, stored at `place_of_sum` or its HALVES, as four blocks [BLOCK_B, FOURS]."""
-    EACH: tl.constexpr = 2 if HALVES else 1
+def read_masses(masses_ptr, count, noisy, BLOCK_B: tl.constexpr, FOURS: tl.constexpr, HALVES: tl.constexpr):
+    """Log2 masses of groups, [4 count, BLOCK_B] in memory or twice as many HALVES, as four blocks [BLOCK_B, FOURS]."""
+    EACH: tl.constexpr = 2 * BLOCK_B if HALVES else BLOCK_B
     k, local = tl.arange(0, FOURS), tl.arange(0, BLOCK_B)
-    at = masses_ptr + local[:, None] * row_step + k[None, :] * sum_step
-    own, step = (k < count)[None, :], FOURS * sum_step
-    m0 = _read_mass(at, step, own, noisy, HALVES)
-    m1 = _read_mass(at + EACH * step, step, own, noisy, HALVES)
-    m2 = _read_mass(at + 2 * EACH * step, step, own, noisy, HALVES)
-    m3 = _read_mass(at + 3 * EACH * step, step, own, noisy, HALVES)
+    at = masses_ptr + k[None, :] * (4 * EACH) + local[:, None]
+    own = (k < count)[None, :]
+    m0 = _read_mass(at, own, noisy, BLOCK_B, HALVES)
+    m1 = _read_mass(at + EACH, own, noisy, BLOCK_B, HALVES)
+    m2 = _read_mass(at + 2 * EACH, own, noisy, BLOCK_B, HALVES)
+    m3 = _read_mass(at + 3 * EACH, own, noisy, BLOCK_B, HALVES)
     return m0, m1, m2, m3
 
 

@@ -23,7 +23,6 @@ from dspark.kernels.markov_dense import (
     corrected,
     draw_numbers,
     draw_within,
-    place_of_sum,
     race_groups,
     read_masses,
     request_rows,
@@ -166,17 +165,24 @@ def _add_token_shares(
 
 @triton.jit
 def _race(
-    numbers, groups_ptr, row_step, sum_step, part, num_parts, count, cache_ptr, cache_row, live, scale, noisy,
-    ids_ptr, num_columns,
-    SCATTERED: tl.constexpr, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
+    masses, numbers, groups_ptr, part, num_parts, count, cache_ptr, cache_row, live, scale, noisy, ids_ptr, num_columns,
+    SCATTERED: tl.constexpr, HELD: tl.constexpr, BLOCK_B: tl.constexpr, SPAN_FOURS: tl.constexpr, FOURS: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """This program's race words and columns [BLOCK_B] of a step, with its `draw_numbers`, and the log2 masses of its
-    groups; from what `tile_masses` left in memory.
+    """This program's race words and columns [BLOCK_B] of a step, with its `draw_numbers`; and the log2 masses of its
+    groups. HELD: those of one tile, `masses`; otherwise they are in memory, as are all logits.
     """
-    groups_ptr = after_barrier(groups_ptr)  # masses and logits were written by other threads
-    own = read_masses(groups_ptr, row_step, sum_step, count, noisy, BLOCK_B, FOURS, HALVES)
+    if HELD:
+        even, odd = tl.split(tl.reshape(masses, [BLOCK_B, FOURS, 2, 2]))
+        m0, m2 = tl.split(even)
+        m1, m3 = tl.split(odd)
+        own = (m0, m1, m2, m3)
+    else:
+        groups_ptr = after_barrier(groups_ptr)  # masses were written by other threads
+        own = read_masses(groups_ptr, count, noisy, BLOCK_B, FOURS, HALVES)
     word = race_groups(own, numbers, part, num_parts, noisy, BLOCK_B, SPAN_FOURS, FOURS)
+    if HELD:
+        cache_ptr = after_barrier(cache_ptr)  # and so were logits
     column = draw_within(
         race_winner(word), numbers[4], cache_ptr, cache_row, live, ids_ptr, num_columns, scale, noisy, SCATTERED
     )
@@ -296,11 +302,12 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
     """STEPS steps of num_steps, from first_step on. W2 is streamed through at each, or HELD, one tile a program.
 
     Memory for num_blocks * num_parts programs: words [2, num_blocks, POLLED, num_parts], winners [2, num_blocks,
-    BLOCK_B], masses [num_blocks, STEPS, BLOCK_B, num_parts], groups [programs, sums_each x BLOCK_B].
+    BLOCK_B], masses [num_blocks, STEPS, BLOCK_B, num_parts], groups [programs, sums_each, BLOCK_B].
     GIVEN: the features of row b are row b of `features_ptr`, and there is one step.
     """
     SUMMED: tl.constexpr = _GROUP // 2 if HALVES else _GROUP
     PER_TILE: tl.constexpr = TILE // SUMMED
+    PER_STEP: tl.constexpr = PER_TILE * BLOCK_B
     SPAN_FOURS: tl.constexpr = SPAN * TILE // (4 * _GROUP)
     program, local = tl.program_id(0), tl.arange(0, BLOCK_B)
     part, first_row = program % num_parts, program // num_parts * BLOCK_B
@@ -326,11 +333,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
     confidence = (confidence_ptr, confidence_weight_ptr, hidden_size)
     rounds = tl.cdiv(num_spans - part, num_parts) * SPAN
     count = rounds * TILE // (4 * _GROUP)
-    if BLOCK_B == 16:  # few rows are raced with a row in few threads, where its masses come together
-        row_step, sum_step = sums_each, 1
-    else:
-        row_step, sum_step = 1, BLOCK_B
-    group_at, own_sums = groups_ptr + local[:, None] * row_step, tl.arange(0, PER_TILE)[None, :]
+    group_at = groups_ptr + local[:, None] + tl.arange(0, PER_TILE)[None, :] * BLOCK_B
     fours = tl.arange(0, TILE // 4)
     if HELD:
         held = weight_tile(w2_ptr, part, num_columns, WHOLE, RANK, BLOCK_R, TILE, WARPS, FP8)
@@ -350,11 +353,11 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                 logit_scale, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD, FP8, RANK, BLOCK_R, BLOCK_B,
                 TILE, WARPS, SUMMED,
             )  # fmt: skip
-            tl.store(group_at + place_of_sum(place * PER_TILE + own_sums, FOURS, HALVES) * sum_step, masses)
+            tl.store(group_at + place * PER_STEP, masses)
             if i == rounds - 1:
                 word, column, own = _race(
-                    numbers, groups_ptr, row_step, sum_step, part, num_parts, count, cache_ptr + step * cache_step,
-                    cache_row, live, scale, noisy, ids_ptr, num_columns, SCATTERED, BLOCK_B, SPAN_FOURS, FOURS, HALVES,
+                    0, numbers, groups_ptr, part, num_parts, count, cache_ptr + step * cache_step, cache_row, live,
+                    scale, noisy, ids_ptr, num_columns, SCATTERED, False, BLOCK_B, SPAN_FOURS, FOURS, HALVES,
                 )  # fmt: skip
                 send(
                     word, column, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,
@@ -386,7 +389,6 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                     logits, part, cache_row, live, scale, noisy, cache_ptr + step * cache_step, ids_ptr, num_columns,
                     WHOLE, SCATTERED, PACKED, CACHE, BLOCK_B, TILE, SUMMED,
                 )  # fmt: skip
-                tl.store(group_at + place_of_sum(own_sums, FOURS, HALVES) * sum_step, masses)
             else:
                 for i in tl.range(rounds, num_stages=STAGES):
                     place = tl.where(step % 2 == 1, rounds - 1 - i, i)
@@ -396,7 +398,7 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                         noisy, ids_ptr, num_columns, logit_scale, WHOLE, SCALED, SCATTERED, PACKED, CACHE, HAS_HEAD,
                         FP8, RANK, BLOCK_R, BLOCK_B, TILE, WARPS, SUMMED,
                     )  # fmt: skip
-                    tl.store(group_at + place_of_sum(place * PER_TILE + own_sums, FOURS, HALVES) * sum_step, masses)
+                    tl.store(group_at + place * PER_STEP, masses)
             if not HELD:  # read anew, so that the loop over tiles has the registers
                 _, _, _, _, position, key_low, key_high = request_rows(
                     row, batch, temperature_ptr, seeds_ptr, positions_ptr, cache_rows_ptr, HAS_ROWS
@@ -404,9 +406,9 @@ def _chain_kernel(  # noqa: C901, PLR0912, PLR0915 - the loop over steps in its 
                 again = (position, key_low, key_high)
                 numbers = draw_numbers(again, part, num_parts, first_step + step, SPAN_FOURS, FOURS)
             word, column, own = _race(
-                numbers, groups_ptr, row_step, sum_step, part, num_parts, count,
-                cache_ptr + step * cache_step, cache_row, live, scale, noisy, ids_ptr, num_columns,
-                SCATTERED, BLOCK_B, SPAN_FOURS, FOURS, HALVES,
+                masses if HELD else 0, numbers, groups_ptr, part, num_parts, count, cache_ptr + step * cache_step,
+                cache_row, live, scale, noisy, ids_ptr, num_columns,
+                SCATTERED, HELD, BLOCK_B, SPAN_FOURS, FOURS, HALVES,
             )  # fmt: skip
             send(
                 word, column, token, part, first_row, step, epoch, live, memory, confidence, w1_ptr, ids_ptr,

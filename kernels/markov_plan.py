@@ -97,11 +97,6 @@ class DensePlan:
     shared: int  # bytes of shared memory a program takes at most
 
     @property
-    def fours(self) -> int:
-        """Fours of groups that a program has room for, a power of two."""
-        return triton.next_power_of_2(triton.cdiv(self.groups_each, 4))
-
-    @property
     def halves(self) -> bool:
         """Whether a warp has only half of a group of columns: it sums that, and halves meet in the race."""
         return not self.held and 2 * self.tile // self.wide == GROUP
