@@ -29,10 +29,12 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,7 +172,7 @@ class Engine:
     """A mode's process."""
 
     def __init__(self, mode: str, args: argparse.Namespace) -> None:
-        self.mode, self.is_ready, self.given_up = mode, False, time.monotonic() + args.start_seconds
+        self.mode, self.given_up = mode, time.monotonic() + args.start_seconds
         environment = os.environ | {"VLLM_PLUGINS": "dspark" if mode.startswith("ours") else ""}
         command = [sys.executable, __file__, "--engine", mode, *args.passed_on]
         self.log = Path(args.logs) / f"{mode}.log"
@@ -182,14 +184,13 @@ class Engine:
             stderr=self.log.open("w"),
             env=environment,
             text=True,
+            start_new_session=True,  # a group: an engine's core is a process of its own, and outlives its parent
         )
 
     def wait_until_ready(self) -> None:
         """Until the engine answers (EngineEnded otherwise)."""
         if "ready" not in self.read(max(self.given_up - time.monotonic(), 0.0)):
             self.fail()
-
-        self.is_ready = True
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """One run."""
@@ -203,7 +204,7 @@ class Engine:
         answers, _, _ = select.select([self.process.stdout], [], [], seconds)
         line = self.process.stdout.readline() if answers else ""
         if not line:
-            self.process.kill()
+            self.kill()
             self.fail()
         return json.loads(line)
 
@@ -217,7 +218,11 @@ class Engine:
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Group(NamedTuple):
@@ -246,22 +251,11 @@ class Group(NamedTuple):
 
 
 def start_engines(modes: Sequence[str], args: argparse.Namespace) -> dict[str, Engine]:
-    """Those that came up."""
-    engines = {}
-    for mode in modes:
-        engines[mode] = Engine(mode, args)
-        if args.start == "serial":
-            engines = up(engines)
-    return up(engines)
-
-
-def up(engines: dict[str, Engine]) -> dict[str, Engine]:
-    """Wait for engines; without those that ended, of which it is said."""
+    """Those that came up, started side by side; of the others it is said."""
     ready = {}
-    for mode, engine in engines.items():
+    for mode, engine in [(mode, Engine(mode, args)) for mode in modes]:
         try:
-            if not engine.is_ready:
-                engine.wait_until_ready()
+            engine.wait_until_ready()
             ready[mode] = engine
         except EngineEnded as error:
             print(error, file=sys.stderr)
@@ -357,7 +351,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-gib", type=int, default=8)
-    parser.add_argument("--start", choices=("parallel", "serial"), default="parallel", help="how engines are started")
     parser.add_argument("--wait-for", type=Path, help="start the engines, then measure as soon as this file exists")
     parser.add_argument("--out", default="bench_vllm_gpu.jsonl")
     parser.add_argument("--logs", default="bench_vllm_logs", help="folder for the engines' logs")
