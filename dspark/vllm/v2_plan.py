@@ -14,7 +14,8 @@ is given back. Our own options stand in vLLM's `additional_config`, under "dspar
     chain         "kernels", "reference" (their definition in PyTorch, slow and without CUDA graphs), or "vllm" (vLLM's
                   own loop)
     verification  "kernels", or "vllm"
-    sampling_graph  false: vLLM launches the head and the verification of every step one by one (see `v2_graph`)
+    sampling_graph  true: the head and the verification of a full step are one CUDA graph (see `v2_graph`). Its rules are
+                  tested on CPUs; it has not run on a GPU yet
     check_ranks   true: after every step all tensor-parallel ranks compare their drafts and emitted tokens
 
 What vLLM's own loop must do (watermarks, float64 noise, the acceptance estimator) it does, where it computes the
@@ -56,7 +57,7 @@ class Options:
     w2: W2 = "checkpoint"
     chain: Chain = "kernels"
     verification: Verifier = "kernels"
-    sampling_graph: bool = True
+    sampling_graph: bool = False
     check_ranks: bool = False
 
     @classmethod
