@@ -1,8 +1,7 @@
 """Undoing rejected drafts in every kind of state that a target keeps, in one `advance`.
 
     attention layers       rows of rejected tokens stay behind the committed length and are overwritten (`RaggedKV`)
-    KDA layers             one checkpoint and the inputs of recent tokens (`RecurrentState`); rejecting moves a cursor,
-                           and a ring that is full folds what it holds, all layers in one launch, before the next step
+    KDA layers             one checkpoint and the inputs of recent tokens (`RecurrentState`); rejecting moves a cursor
     short convolutions     a ring of recent inputs; the same cursor movement
 
 `verify` records and never touches what is committed; `advance` is the only writer. A step that keeps no row of a
@@ -18,7 +17,7 @@ from dspark.cache import RaggedKV
 from dspark.kernels.conv_window import conv_window
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
 from dspark.kernels.kda_chunk import MAX_TOKENS
-from dspark.kernels.kda_commit import kda_commit, kda_fold_held
+from dspark.kernels.kda_commit import kda_commit
 from dspark.kernels.kda_prefill import kda_prefill
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify
@@ -100,7 +99,7 @@ class RecurrentState:
         ]
         self._table: LayerTable | None = None  # of `layers`, made when first needed
         self._rows: Rows | None = None  # of the pass under way
-        self._planned: Rows | None = None  # the same before its fold, by which the cursor advances
+        self._attended: set[int] = set()  # layers that ran in it
         self._fresh = False  # that pass is a prefill
         self._limits: list[int] = []  # its tokens by row, on the host
 
@@ -126,18 +125,18 @@ class RecurrentState:
         if num_tokens > self.window:
             self._widen(num_tokens)
         num_rows, self._limits = torch.full_like(slots, num_tokens), [num_tokens] * len(self.slots)
-        if not self.defer_folds:
-            self._rows = Rows.current(slots, num_rows)
-            return
-        self._rows = self._planned = self.cursor.plan(slots, num_rows)
-        if self._planned.fold.is_cuda or self._planned.fold.any():  # a GPU is not waited for
-            self._rows = kda_fold_held(self._layer_table(), self._planned)
+        self._rows = self.cursor.plan(slots, num_rows) if self.defer_folds else Rows.current(slots, num_rows)
+        self._attended.clear()
 
     def _settle(self) -> None:
-        """Close a pass that was abandoned: what it recorded is dropped, the fold before it stays done."""
-        if self._planned is not None:
-            self.cursor.advance(self._planned, torch.zeros_like(self._planned.num_rows))
-        self._rows, self._planned, self._fresh = None, None, False
+        """Close a pass that was abandoned: what it recorded is dropped; layers it did not reach fold too."""
+        rows = self._rows
+        if rows is not None and not self._fresh and self.defer_folds:
+            behind = [layer for index, layer in enumerate(self.layers) if index not in self._attended]
+            if behind:
+                kda_commit(behind, rows, torch.where(rows.fold, rows.held, 0))
+            self.cursor.advance(rows, torch.zeros_like(rows.num_rows))
+        self._rows, self._fresh = None, False
 
     def convolve(self, layer: int, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The short convolution of this pass: inputs [B, T, C] and weight [C, W] to [B, T, C]."""
@@ -160,6 +159,7 @@ class RecurrentState:
         assert self._rows is not None, "a layer ran outside a pass: begin() comes first"
         rows, state = self._rows, self.layers[layer]
         if not self._fresh:
+            self._attended.add(layer)
             return kda_verify(tokens, state, rows, deferred=self.defer_folds)
         zero = torch.zeros_like(state.checkpoint[:1]).expand(len(rows.slots), -1, -1, -1)
         outputs, final = kda_prefill(tokens, state.gate, zero, rows.num_rows)
@@ -189,11 +189,11 @@ class RecurrentState:
             self.conv_cursor[rows.slots] = history % self.rings[0].shape[1]
         else:
             self.conv_cursor[rows.slots] = (self.conv_cursor[rows.slots] + counts) % self.rings[0].shape[1]
-            if self._planned is not None:
-                self.cursor.advance(self._planned, counts)
+            if self.defer_folds:
+                self.cursor.advance(rows, counts)
             else:
                 kda_commit(self._layer_table(), rows, counts)
-        self._rows, self._planned, self._fresh = None, None, False
+        self._rows, self._fresh = None, False
 
     def fold(self) -> None:
         """Write the held records of every request into its checkpoint, so that the checkpoint alone is its state."""

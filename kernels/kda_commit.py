@@ -11,7 +11,7 @@ Read `kda_fold_ref` first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -290,17 +290,3 @@ def kda_commit(
         launch_kda_commit(table, rows, num_records, destinations, boundary)
     else:
         kda_commit_ref(table.layers, rows, num_records, destinations, boundary)
-
-
-def kda_fold_held(layers: Sequence[KDALayer] | LayerTable, rows: Rows) -> Rows:
-    """Fold what a step is to fold in one launch for all layers, ahead of their verifications.
-
-    Verification would do it as well, layer by layer, but a kernel that streams states does it faster, and the
-    verification's code then has no part in it.
-
-    Returns:
-        Rows for the verifications: nobody folds, and who did holds nothing. The cursor advances by the old rows.
-    """
-    behind = torch.where(rows.fold, rows.held, 0)
-    kda_commit(layers, rows, behind)
-    return replace(rows, start=rows.start + behind, held=rows.held - behind, fold=torch.zeros_like(rows.fold))

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import kda_problem
 import torch
 from kda_problem import LAYERS, TOKENS, Problem, Shape, bound, check
 from kda_results import Report, captured, copy_bandwidth, peer_totals, run_peers, table, timed
@@ -50,7 +49,6 @@ VARIANTS = (
     tiles("chunk", kda_chunk, ("TILE", "FOLD_TILE", "SPREAD_TILE"), TILES)
     | tiles("conv", conv_module, ("TILE", "SPREAD_TILE"), "512x4 256x4 128x4")
     | {
-        "step-fold-inside": [(kda_problem, "FOLDS_APART", False)],
         "step-no-overlap": [(launch_module, "OVERLAP", 0)],
     }
 )

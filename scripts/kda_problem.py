@@ -8,13 +8,12 @@ import torch
 
 from dspark.kernels.conv_window import conv_window, conv_window_ref
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
-from dspark.kernels.kda_commit import kda_commit, kda_commit_ref, kda_fold_held
+from dspark.kernels.kda_commit import kda_commit, kda_commit_ref
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref
 
 LAYERS, HEADS, DIM, WIDTH, BOUND, TOKENS = 69, 96, 128, 4, -5.0, 9
 CACHE_BYTES = 60 << 20
-FOLDS_APART = True  # rings that defer fold in a launch of their own, unless a variant has verifications do it
 RECORD_BYTES = DIM * (4 + 2 + 2)
 # Relative Frobenius error that a launch may show: one rounding to bfloat16, or split products in float32.
 BFLOAT16_ERROR, FLOAT32_ERROR = 8e-3, 2e-5
@@ -111,11 +110,6 @@ class Problem:
         query, key, value = (x.unflatten(2, (self.shape.heads, DIM)) for x in mixed.chunk(3, dim=2))
         return Tokens(query, key, value, self.gate, self.beta)
 
-    @property
-    def folds_apart(self) -> bool:
-        """Whether a step with a ring folds in one launch for all layers, ahead of the verifications."""
-        return FOLDS_APART and self.shape.capacity > 2 * self.shape.tokens
-
     def plan(self, index: int) -> Rows:
         if self.shape.ring:
             return self.cursors[index].plan(self.slots, self.num_rows, null_slot=0)
@@ -150,12 +144,10 @@ class Problem:
 
     def step(self, index: int) -> torch.Tensor:
         """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs."""
-        rows = plan = self.plan(index)
-        if self.shape.ring and self.folds_apart:
-            rows = kda_fold_held(self.tables[index], plan)
+        rows = self.plan(index)
         for layer in range(self.layers_per_set):
             out = self.verify(index, layer, rows, self.convolve(index, layer))
-        self.accept(index, plan)
+        self.accept(index, rows)
         return out
 
     def accept(self, index: int, rows: Rows) -> None:

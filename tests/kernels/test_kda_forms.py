@@ -6,8 +6,6 @@ import dataclasses
 import pytest
 import torch
 from kda_cases import (
-    KERNEL_ERROR,
-    close,
     copied,
     filled,
     line_up,
@@ -19,7 +17,6 @@ from kda_cases import (
 
 from dspark.kernels.kda import KDALayer, Records, Rows, Tokens
 from dspark.kernels.kda_chunk import launch_kda_chunk
-from dspark.kernels.kda_commit import kda_fold_held
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref, launch_kda_serial
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -119,21 +116,3 @@ def test_packed_outputs_go_where_they_are_wanted():
     assert (wide[:, :, :HEADS] == 7).all()
     with pytest.raises(ValueError, match="heads and channels contiguous"):
         kda_verify(tokens, layer, rows, out=wide[..., :HEADS, :].transpose(2, 3))
-
-
-@pytest.mark.parametrize("max_held", [0, 7], ids=["all-fold", "some-fold"])
-def test_folding_ahead_is_folding_inside(max_held):
-    """But for a row without tokens: the launch ahead folds it, verification passes over it."""
-    rows = ring([3, 0, -1, 1], [9, 4, 9, 0], held=[7, 3, 0, 2], start=20, fold=[True, max_held == 0, False, True])
-    rows = dataclasses.replace(rows, max_held=max_held)
-    layers = [filled(random_layer(4, HEADS, 16, 16, 25, seed=i, dtype=torch.float32), rows) for i in range(2)]
-    tokens = random_tokens(4, 9, HEADS, 16, 16, dtype=torch.float32)
-    inside, ahead = [copied(x) for x in layers], [copied(x) for x in layers]
-    later = kda_fold_held(ahead, rows)
-    assert not later.fold.any()
-    for a, b in zip(ahead, inside, strict=True):
-        close(launch_kda_chunk(tokens, a, later), launch_kda_chunk(tokens, b, rows), KERNEL_ERROR)
-        close(a.checkpoint[[0, 2, 3]], b.checkpoint[[0, 2, 3]], KERNEL_ERROR)
-        for x, y in zip(vars(a.records).values(), vars(b.records).values(), strict=True):
-            assert torch.equal(x.isnan(), y.isnan())
-            close(x.nan_to_num(), y.nan_to_num(), KERNEL_ERROR)
