@@ -14,8 +14,8 @@ is given back. Our own options stand in vLLM's `additional_config`, under "dspar
     chain         "kernels", "reference" (their definition in PyTorch, slow and without CUDA graphs), or "vllm" (vLLM's
                   own loop)
     verification  "kernels", or "vllm"
-    sampling_graph  true: the head and the verification of a full step are one CUDA graph (see `v2_graph`). The rules are
-                  tested on CPUs; it has not run on a GPU yet
+    sampling_graph  true: the head and the verification of a full step are one CUDA graph (`v2_graph`); tested on CPUs,
+                  it has not run on a GPU yet
     check_ranks   true: after every step all tensor-parallel ranks compare their drafts and emitted tokens
 
 What vLLM's own loop must do (watermarks, float64 noise, the acceptance estimator) it does, where it computes the
