@@ -1,7 +1,7 @@
 """The dense chain of one request when W2 fits on chip: each program keeps its rows of W2 in registers for all steps.
 
 W2 of 49152 tokens and rank 64 is 6.3 MB, 48 KB for each of 128 multiprocessors. What is left of a step is one row of
-W1, the products, the draw and the exchange of `dspark.kernels.markov_persistent`, none of which is limited by memory,
+W1, the products, the draw and the exchange of `dspark.kernels.markov_exchange`, none of which is limited by memory,
 so that latency decides: the draw within a group is made for all groups at once, from registers, and what is random is
 computed while words travel.
 """
@@ -18,7 +18,7 @@ from dspark.kernels.markov_device import (
     rounded,
     uniform_number,
 )
-from dspark.kernels.markov_persistent import hidden_shares, join_masses, receive, send, send_mass
+from dspark.kernels.markov_exchange import hidden_shares, join_masses, receive, send, send_mass
 
 _GROUP = tl.constexpr(GROUP)
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
