@@ -257,10 +257,10 @@ def sample_in_groups(probs: torch.Tensor, streams: Streams, positions: torch.Ten
     times = streams.exponential_of_groups(positions, purpose, num_groups, probs.dtype).div_(sums)
     group = times.argmin(-1)
     chosen = grouped.gather(-2, group[..., None, None].expand(*group.shape, 1, GROUP))[..., 0, :]
-    reached = chosen.cumsum(-1).double()
-    goal = streams.uniform(positions, purpose) * reached[..., -1]  # u < 1, so that the last sum always exceeds it
-    # A rounded sum may step where nothing is added, on some devices; a column without probability is never taken.
-    within = ((reached > goal[..., None]) & (chosen > 0)).int().argmax(-1)
+    # Scans of some devices round sums apart that nothing was added to: columns without probability have no part in it.
+    reached = chosen.cumsum(-1).double().masked_fill(chosen <= 0, 0.0)
+    goal = streams.uniform(positions, purpose) * reached.amax(-1)  # u < 1, so that the largest sum always exceeds it
+    within = (reached > goal[..., None]).int().argmax(-1)
     return group * GROUP + within
 
 
