@@ -2,8 +2,8 @@
 
 Every program owns some tiles of the vocabulary. Through them it computes and stores the corrected logits, and keeps
 nothing but the log2 mass of every group of columns. Then it races its groups, reads the logits of the winner back,
-draws the column, and publishes one race word a request: the group's key with the column. Which programs there are, and
-how they agree, is `markov_persistent`'s.
+draws the column, and publishes one race word a request: the group's key with the column. Which programs there are is
+`markov_persistent`'s, how they agree `markov_exchange`'s.
 
 A tile of logits is computed where tensor cores leave it: `weight_tile` orders the rows of W2 so that a thread of the
 product owns whole fours of columns, the unit of base logits and of stored words, and a warp whole groups if it can.

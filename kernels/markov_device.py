@@ -24,8 +24,6 @@ MAX_ID = 2**24 - 1  # of a race word
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _MAX_ID = tl.constexpr(MAX_ID)
-_LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number
-_WORST_WORD = tl.constexpr(-(2**63))
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
