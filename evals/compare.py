@@ -66,7 +66,7 @@ def load_run(folder: Path, name: str) -> Run:
     """Read a finished run from its folder.
 
     Raises:
-        ValueError: there is no run, it is not finished, or its files are damaged.
+        ValueError: there is no run, it is not finished, an earlier version wrote it, or its files are damaged.
     """
     if not (folder / SETTINGS_FILE).is_file():
         raise ValueError(
@@ -80,6 +80,11 @@ def load_run(folder: Path, name: str) -> Run:
         raise ValueError(
             f"{folder} holds no run of dspark eval: its {SETTINGS_FILE} lacks settings and datasets, as in the folders "
             "of dspark quality --states; name a folder that dspark eval --out wrote"
+        )
+    if "confidence_temperatures" in (description["drafter"] or {}):
+        raise ValueError(
+            f"{folder} was written by an earlier version, whose calibration had no offsets: its confidences would be "
+            "taken for the head's own, whatever was applied to them; run dspark eval again"
         )
     records, _ = read_records(folder / RECORDS_FILE)  # none where no request has ended yet
     cells: dict[Cell, list[RequestRecord]] = {}

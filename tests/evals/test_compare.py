@@ -125,6 +125,12 @@ class TestLoading:
         with pytest.raises(ValueError, match=message):
             load_runs([folder])
 
+    def test_a_run_whose_calibration_is_not_understood_is_refused(self, tmp_path):
+        """Its confidences were scaled, under another name: a fit would take them for the head's own."""
+        folder = write_run(tmp_path / "out", coin_run(drafter={"confidence_temperatures": [1.5, 1.0, 1.0]}))
+        with pytest.raises(ValueError, match=r"written by an earlier version.*run dspark eval again"):
+            load_runs([folder])
+
     def test_a_folder_named_twice_is_refused(self, tmp_path):
         folder = write_run(tmp_path / "out", coin_run())
         with pytest.raises(ValueError, match="named twice"):
