@@ -1,5 +1,5 @@
-"""The Markov chain of a draft block: definition, inputs and outputs. The kernels are in `markov_dense` (whole
-vocabulary) and `markov_topk` (candidates).
+"""The Markov chain of a draft block: definition, inputs and outputs. The kernels are in `markov_persistent` and
+`markov_held` (whole vocabulary) and `markov_topk` (candidates).
 
 For request b and draft i = 0..K-1, with prev the anchor and then the token just drawn:
 

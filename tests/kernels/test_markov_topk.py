@@ -148,8 +148,8 @@ def test_the_proposal_is_what_the_tokens_were_drawn_from(case, k, listed, device
     assert torch.allclose(proposal.probs.double(), probs, rtol=0, atol=2e-6)
 
 
-def test_all_columns_as_candidates_are_the_dense_chain(device):
-    """The same token as in the dense race: noise belongs to target ids."""
+def test_all_columns_as_candidates_are_drawn_as_sample_draws(device):
+    """The same token as in the race over a dense row: noise belongs to target ids."""
     case = Case(columns=64, batch=5, temperature=(1.0, 0.5, 0.0), steps=3)
     inputs = make(case, device)
     out = run(inputs, 64)
