@@ -39,6 +39,8 @@ from dspark.target import Target
 OnTokens = Callable[[int, list[int], StepRecord | None], None]
 OnFinish = Callable[[int, Generation], None]
 
+MOST_UNREAD = 64  # plain steps whose taps are kept before the drafter's context takes them in
+
 
 @torch.inference_mode()
 def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a default)
@@ -190,6 +192,7 @@ class _Batch:
         self.target, self.drafter, self.schedule = target, drafter, schedule
         self.num_draft_tokens, self.drafting, self.draft_truncation = num_draft_tokens, drafting, draft_truncation
         self.requests: list[_Request] = []
+        self.unread: list[torch.Tensor] = []  # taps [B, 1, ...] of plain steps, not in the drafter's context yet
         self.cache: RaggedKV
         self.draft_cache: RaggedKV | None
         self.streams: Streams
@@ -219,11 +222,13 @@ class _Batch:
         sampling: SamplingTensors,
     ) -> None:
         if self.requests:
+            self._read_taps()
             self.cache.append(cache)
             self.streams, self.sampling = self.streams.concat(streams), self.sampling.concat(sampling)
             if self.draft_cache is not None and draft_cache is not None:
                 self.draft_cache.append(draft_cache)
         else:
+            self.unread = []
             self.cache, self.draft_cache, self.streams, self.sampling = cache, draft_cache, streams, sampling
         self.requests = self.requests + joining
 
@@ -250,9 +255,20 @@ class _Batch:
             self.schedule.observe([rows - 1 for rows in kept])
         events = self._record(offered, draft, verified)
         self.target.commit(self.cache, kept)
-        if self.drafter is not None and self.draft_cache is not None:
+        if draft is None and self.drafter is not None:
+            self.unread.append(output.taps)
+            if len(self.unread) == MOST_UNREAD:
+                self._read_taps()
+        elif self.drafter is not None and self.draft_cache is not None:
             self.drafter.extend(self.draft_cache, output.taps, kept)
         return events
+
+    def _read_taps(self) -> None:
+        """Bring the drafter's context up to the target's. While a schedule pauses drafting nobody looks at it."""
+        if self.unread and self.drafter is not None and self.draft_cache is not None:
+            rows = [len(self.unread)] * len(self.requests)
+            self.drafter.extend(self.draft_cache, torch.cat(self.unread, dim=1), rows)
+        self.unread = []
 
     def _offered(self, request: _Request) -> int:
         """Drafts worth verifying: no more than the request can still take beside the token that verification adds,
@@ -268,6 +284,7 @@ class _Batch:
     def _propose(self, anchors: torch.Tensor, num_draft_tokens: int) -> Draft | None:
         if self.drafter is None or self.draft_cache is None or num_draft_tokens == 0:
             return None
+        self._read_taps()
         sampling = self.sampling if self.draft_truncation else self.sampling.without_truncation()
         streams = self.streams if self.schedule is None else step_streams(self.streams, self.cache.lengths)
         return self.drafter.propose(self.draft_cache, anchors, sampling, streams, num_draft_tokens, self.drafting)
@@ -317,6 +334,7 @@ class _Batch:
             return
         self.requests = [self.requests[row] for row in rows]
         index = torch.tensor(rows, dtype=torch.int64, device=self.target.device)
+        self.unread = [taps[index] for taps in self.unread]
         self.cache.keep(rows)
         if self.draft_cache is not None:
             self.draft_cache.keep(rows)

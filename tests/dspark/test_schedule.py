@@ -119,6 +119,45 @@ def test_equal_survivals_never_put_a_later_draft_first():
         assert abs(lengths[0] - lengths[1]) <= 1  # ties alternate by position
 
 
+class Pauses(Schedule):
+    """Three plain steps, then one that drafts."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def plan(self, limits):
+        self.steps += 1
+        return 0 if self.steps % 4 else max(limits)
+
+    def __call__(self, confidence, limits):
+        return list(limits)
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3])
+def test_after_a_pause_the_drafter_has_read_what_went_by(max_batch_size, monkeypatch):
+    """Its context takes the steps of a pause together; drafts are those of a context that takes each at once, while
+    requests of other lengths end and join in between.
+    """
+    target = tiny_target()
+    drafter = tiny_drafter(drafter_config(), target)
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 1], [2, 2]]
+    params = [SamplingParams(temperature=0.0, max_new_tokens=n, ignore_eos=True) for n in (5, 13, 8, 21, 1)]
+
+    def run(most_unread):
+        monkeypatch.setattr(dspark.loop, "MOST_UNREAD", most_unread)
+        done = generate(target, drafter, prompts, params, schedule=Pauses(), max_batch_size=max_batch_size)
+        steps = [step for generation in done for step in generation.steps]
+        confidence = [value for step in steps for value in step.confidence]
+        assert len(confidence) > 10
+        return [g.token_ids for g in done], [(step.num_offered, step.num_accepted) for step in steps], confidence
+
+    *at_once, confidence = run(1)
+    for most_unread in (2, 64):
+        *together, found = run(most_unread)
+        assert together == at_once
+        assert found == pytest.approx(confidence, abs=1e-5)
+
+
 def test_a_hopeless_drafter_is_paused_and_tried_again():
     schedule = ThroughputSchedule(cost_table([2.0, 2.2, 2.4], plain=1.0))
     drafted = []
