@@ -21,8 +21,6 @@ The window then has no records.
 Read `kda_scan` and `replay` of `dspark.kernels.kda` first.
 """
 
-# ruff: noqa: RUF005 (kernels can concatenate tuples, but not unpack them)
-
 from typing import Any
 
 import torch
@@ -35,11 +33,14 @@ from dspark.kernels.kda_device import (
     halves,
     halves_dot,
     head_rate,
+    held_block,
+    held_corrections,
     log_decay,
     prefetch,
     selected_sums,
     sigmoid_of,
     stacked,
+    unit_rows,
     unstacked,
     wait_for_previous_kernel,
 )
@@ -47,12 +48,9 @@ from dspark.kernels.kda_launch import launch_options
 
 MAX_TOKENS = 16  # held records included
 FACTOR_LIMIT = 80.0  # e^80 is the largest power of e that still multiplies safely in float32
-# A program's value channels, those of them and the key channels that are in registers at a time, warps, most registers.
-# With 168 registers three programs run on a multiprocessor; with fewer, what spills costs more than a fourth one gives.
-# Folding needs registers for records too: without the second half of the keys nothing spills.
-TILE, FOLD_TILE = (128, 64, 128, 4, 168), (128, 64, 64, 4, 168)
-# With fewer heads than this, three programs a multiprocessor for each half of a state still run at once.
-SPREAD_TILE, FULL_GRID = (64, 64, 64, 4, 168), 198
+# A program's value channels, those of them in registers at a time, warps, most registers: with 168 three programs run on
+# a multiprocessor. With fewer heads than FULL_GRID twice as many programs, for half a state each, still run at once.
+TILE, SPREAD_TILE, FULL_GRID = (128, 64, 4, 168), (64, 64, 4, 168), 198
 
 
 @triton.jit
@@ -87,59 +85,6 @@ def _pairwise_couplings(query, key, total, t, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _couplings(
-    keys, queries, totals, key_scale, query_scale, place, FACTORED: tl.constexpr, TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """The two [T, T] couplings of raw keys and queries, in parts of their channels, and P over Q as halves [C, 2 T]."""
-    of_keys, of_queries = tl.zeros([TOKENS, TOKENS], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
-    both_highs, both_lows = (), ()
-    for part in tl.static_range(PARTS):
-        total = totals[part]
-        key, query = keys[part].to(tl.float32) * key_scale, queries[part].to(tl.float32) * query_scale
-        grown = exp_of(total)
-        key_high, key_low = halves(key * grown)
-        query_high, query_low = halves(query * grown)
-        if FACTORED:
-            back_high, back_low = halves(key * exp_of(-total))
-            of_keys = halves_dot(key_high, key_low, tl.trans(back_high), tl.trans(back_low), of_keys)
-            of_queries = halves_dot(query_high, query_low, tl.trans(back_high), tl.trans(back_low), of_queries)
-        else:
-            pairwise_keys, pairwise_queries = _pairwise_couplings(query, key, total, place, TOKENS)
-            of_keys, of_queries = of_keys + pairwise_keys, of_queries + pairwise_queries
-        both_highs = both_highs + (tl.trans(stacked(key_high, query_high)),)
-        both_lows = both_lows + (tl.trans(stacked(key_low, query_low)),)
-    return of_keys, of_queries, both_highs, both_lows
-
-
-@triton.jit
-def _record_weights(
-    key_ptr, gate_ptr, rows, count, place, biases, rate, lower_bound,
-    BOUNDED: tl.constexpr, KEY_DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Of the first `count` records, at ring rows `rows` [T]: decay of a state [C] over all of them, and halves of the
-    weights k^_j e^{G_n - G_j} [T, C], in parts of the key channels. See `dspark.kernels.kda_device.held_block`."""
-    records, behinds, passed, highs, lows = (), (), (), (), ()
-    squares = tl.zeros([place.shape[0], BLOCK_P], tl.float32)
-    for part in tl.static_range(PARTS):
-        columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
-        some = (place < count)[:, None] & (columns < KEY_DIM)[None, :]
-        at = rows[:, None] * KEY_DIM + columns[None, :]
-        raw_key = tl.load(key_ptr + at, mask=some, other=0.0)
-        raw_gate = tl.load(gate_ptr + at, mask=some, other=0.0).to(tl.float32)
-        decay = tl.where(some, log_decay(raw_gate + biases[part], rate, lower_bound, BOUNDED), 0.0)
-        squares += raw_key.to(tl.float32) * raw_key.to(tl.float32)
-        records = records + (raw_key,)
-        behinds = behinds + (selected_sums(place[None, :] > place[:, None], decay),)
-        passed = passed + (exp_of(tl.sum(decay, axis=0)),)
-    scale = tl.rsqrt(tl.sum(squares, axis=1) + 1e-6)[:, None]
-    for part in tl.static_range(PARTS):
-        high, low = halves(records[part].to(tl.float32) * scale * exp_of(behinds[part]))
-        highs, lows = highs + (high,), lows + (low,)
-    return passed, highs, lows
-
-
-@triton.jit
 def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known when compiling)
     query_ptr, key_ptr, value_ptr, gate_ptr, beta_ptr, out_ptr,
     state_ptr, u_ptr, key_record_ptr, gate_record_ptr, a_log_ptr, bias_ptr,
@@ -148,8 +93,8 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, HOLDS: tl.constexpr, PACKED: tl.constexpr,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr, TILE_V: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    TILE_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     if OVERLAP == 1:
@@ -157,7 +102,8 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     slot = tl.load(slots_ptr + row).to(tl.int64)
     given = tl.load(num_rows_ptr + row).to(tl.int32)
     count = tl.where(slot >= 0, given, 0)
-    place = tl.arange(0, TOKENS)
+    place_in_window, columns = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
+    own = columns < KEY_DIM
     first_value = tl.program_id(0) * BLOCK_V
     # Numbers that are the same for all threads are added to pointers first: what is left are constants to the compiler.
     token = first_of_row(first_token_ptr, row, num_tokens, PACKED)
@@ -166,142 +112,128 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     state_base = state_ptr + tl.maximum(slot, 0) * state_stride + (head * VALUE_DIM + first_value) * KEY_DIM
     # The whole tile is on its way while everything that does not depend on it is worked out.
     SPAN: tl.constexpr = 128 // (state_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a cache line
-    line = tl.arange(0, BLOCK_V * PARTS * BLOCK_P // SPAN) * SPAN
+    line = tl.arange(0, BLOCK_V * BLOCK_K // SPAN) * SPAN
     prefetch(state_base + tl.minimum(line, (VALUE_DIM - first_value) * KEY_DIM - 1))
-    if (count == 0) | (HOLDS == 2):  # with held records the window may end before the row's last place does
-        if OVERLAP == 2:
-            wait_for_previous_kernel()
-        values = tl.arange(0, BLOCK_V)
-        empty = ((place >= count) & (place < filled))[:, None] & (first_value + values < VALUE_DIM)[None, :]
-        nothing = tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty)
-        tl.store(out + place[:, None] * out_stride + values[None, :], nothing, mask=empty)
-        if count == 0:
-            return
     record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
     start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
     folds = (tl.load(fold_ptr + row) != 0) & (held > 0)
+    if OVERLAP == 2:
+        wait_for_previous_kernel()
+    if (count == 0) | (HOLDS == 2):  # with held records the window may end before the row's last place does
+        values = tl.arange(0, BLOCK_V)
+        empty = (place_in_window >= count) & (place_in_window < filled)
+        place = place_in_window[:, None] * out_stride + values[None, :]
+        nothing = tl.zeros([TOKENS, BLOCK_V], out_ptr.dtype.element_ty)
+        tl.store(out + place, nothing, mask=empty[:, None] & (first_value + values < VALUE_DIM)[None, :])
+        if count == 0:
+            return
     rate = head_rate(a_log_ptr, head, HAS_RATE)
+    # A copy for every row: it then is where the elements of [T, K] tiles are, and moves to no other thread.
+    everywhere = (place_in_window >= 0)[:, None] & own[None, :]
+    bias = tl.load(
+        bias_ptr + head * KEY_DIM + place_in_window[:, None] * 0 + columns[None, :], mask=everywhere, other=0.0
+    ).to(tl.float32)
     keys_held = key_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
     gates_held = gate_record_ptr + record_slot * record_stride + head * CAPACITY * KEY_DIM
     u_held = u_ptr + record_slot * u_stride + head * CAPACITY * VALUE_DIM + first_value
-    folded, next_row = held * 0, start + held
+    next_row, folded = start + held, held * 0
     if HOLDS:
         folded = tl.where(folds, held, 0)
+        weight, passed = held_block(
+            keys_held, gates_held, start, 0, folded, columns, bias, rate, lower_bound,
+            tl.zeros_like(columns).to(tl.float32), BOUNDED, CAPACITY, KEY_DIM,
+        )  # fmt: skip
+        weight_high, weight_low = halves(weight)
+        passed = exp_of(passed)
     if HOLDS == 2:
         held -= folded
     else:
         held = held * 0
+
     # The window is the held records, whose corrections are known, and then the new tokens, t >= 0.
-    t = place - held
+    t = place_in_window - held
     is_new = (t >= 0) & (t < count)
-    new_row, held_row = (next_row + t + CAPACITY) % CAPACITY, (start + place) % CAPACITY
+    new_row = (next_row + t + CAPACITY) % CAPACITY
+    # What does not depend on the value channel. Rows past the count are zero: they decay, read and add nothing.
+    inside = is_new[:, None] & own[None, :]
+    lane = columns[None, :]
+    raw_gate = tl.load(
+        gate_ptr + token * gate_stride + head * KEY_DIM + t[:, None] * gate_stride + lane, mask=inside, other=0.0
+    )
     own_keys = key_ptr + token * key_stride + head * KEY_DIM
     own_queries = query_ptr + token * query_stride + head * KEY_DIM
-    own_gates = gate_ptr + token * gate_stride + head * KEY_DIM
-    own_values = value_ptr + token * value_stride + (head * VALUE_DIM + first_value)
-
-    # Everything in parts of BLOCK_P key channels, which take turns in a thread's registers.
-    biases = ()
-    for part in tl.static_range(PARTS):
-        columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
-        # A copy for every row: it then is where the elements of [T, K] tiles are, and moves to no other thread.
-        everywhere = (place >= 0)[:, None] & (columns < KEY_DIM)[None, :]
-        bias = tl.load(bias_ptr + head * KEY_DIM + place[:, None] * 0 + columns[None, :], mask=everywhere, other=0.0)
-        biases = biases + (bias.to(tl.float32),)
-    passed, weight_highs, weight_lows = (), (), ()
-    if HOLDS:
-        passed, weight_highs, weight_lows = _record_weights(
-            keys_held, gates_held, held_row, folded, place, biases, rate, lower_bound, BOUNDED, KEY_DIM, PARTS, BLOCK_P
-        )
-    # Rows past the count are zero: they decay, read and add nothing.
-    totals = ()
-    for part in tl.static_range(PARTS):
-        columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
-        lane, inside = columns[None, :], is_new[:, None] & (columns < KEY_DIM)[None, :]
-        raw_gate = tl.load(own_gates + t[:, None] * gate_stride + lane, mask=inside, other=0.0)
-        if first_value == 0:
-            record_place = new_row[:, None] * KEY_DIM + lane
-            tl.store(gates_held + record_place, raw_gate.to(gate_record_ptr.dtype.element_ty), mask=inside)
-        if HOLDS == 2:
-            of_record = (t < 0)[:, None] & (columns < KEY_DIM)[None, :]
-            recorded = held_row[:, None] * KEY_DIM + lane
-            raw_gate += tl.load(gates_held + recorded, mask=of_record, other=0.0).to(raw_gate.dtype)
-            inside = (t < count)[:, None] & (columns < KEY_DIM)[None, :]
-        decay = tl.where(inside, log_decay(raw_gate.to(tl.float32) + biases[part], rate, lower_bound, BOUNDED), 0.0)
-        totals = totals + (tl.cumsum(decay, axis=0),)
-    if (OVERLAP == 2) & (HOLDS != 2):
-        wait_for_previous_kernel()
-    keys, queries = (), ()
-    key_squares = tl.zeros([TOKENS, BLOCK_P], tl.float32)
-    query_squares = key_squares
-    for part in tl.static_range(PARTS):
-        columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
-        lane, inside = columns[None, :], is_new[:, None] & (columns < KEY_DIM)[None, :]
-        raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
-        raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
-        if first_value == 0:
-            record_place = new_row[:, None] * KEY_DIM + lane
-            tl.store(keys_held + record_place, raw_key.to(key_record_ptr.dtype.element_ty), mask=inside)
-        if HOLDS == 2:
-            of_record = (t < 0)[:, None] & (columns < KEY_DIM)[None, :]
-            recorded = held_row[:, None] * KEY_DIM + lane
-            raw_key += tl.load(keys_held + recorded, mask=of_record, other=0.0).to(raw_key.dtype)
-        key_squares += raw_key.to(tl.float32) * raw_key.to(tl.float32)
-        query_squares += raw_query.to(tl.float32) * raw_query.to(tl.float32)
-        keys, queries = keys + (raw_key,), queries + (raw_query,)
-    key_scale = tl.rsqrt(tl.sum(key_squares, axis=1) + 1e-6)[:, None]
-    query_scale = tl.rsqrt(tl.sum(query_squares, axis=1) + 1e-6)[:, None] * (1.0 / tl.sqrt(KEY_DIM * 1.0))
-
-    of_keys, of_queries, both_highs, both_lows = _couplings(
-        keys, queries, totals, key_scale, query_scale, place, FACTORED, TOKENS, PARTS
-    )
+    raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
+    raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
     beta = tl.load(beta_ptr + token * beta_stride + head + t * beta_stride, mask=is_new, other=0.0).to(tl.float32)
-    # A held record's correction depends on nothing any more: its row of M is zero, and its beta is one.
     beta = tl.where(is_new, sigmoid_of(beta), tl.where(t < 0, 1.0, 0.0))
-    at, upto = place[:, None], place[None, :]
-    of_keys = tl.where((at > upto) & (t >= 0)[:, None], of_keys * beta[:, None], 0.0)
-    of_queries = tl.where(at >= upto, of_queries, 0.0)
-    solve = _unit_lower_inverse(of_keys, place, WINDOW) * beta[None, :]
-    read_high, read_low = halves(tl.dot(of_queries, solve, input_precision="ieee"))
+    if first_value == 0:
+        record = new_row[:, None] * KEY_DIM + lane
+        tl.store(keys_held + record, raw_key.to(key_record_ptr.dtype.element_ty), mask=inside)
+        tl.store(gates_held + record, raw_gate.to(gate_record_ptr.dtype.element_ty), mask=inside)
+    gate, key = raw_gate.to(tl.float32), raw_key.to(tl.float32)
+    held_row = (start + place_in_window) % CAPACITY
+    if HOLDS == 2:
+        recorded = held_row[:, None] * KEY_DIM + lane
+        of_record = (t < 0)[:, None] & own[None, :]
+        key += tl.load(keys_held + recorded, mask=of_record, other=0.0).to(tl.float32)
+        gate += tl.load(gates_held + recorded, mask=of_record, other=0.0).to(tl.float32)
+        inside = (t < count)[:, None] & own[None, :]
+    decay = log_decay(gate + bias, rate, lower_bound, BOUNDED)
+    decay = tl.where(inside, decay, 0.0)
+    query = unit_rows(raw_query.to(tl.float32)) * (1.0 / tl.sqrt(KEY_DIM * 1.0))
+    key = unit_rows(key)
+    total = selected_sums(place_in_window[None, :] <= place_in_window[:, None], decay)
+    grown = exp_of(total)
+    key_high, key_low = halves(key * grown)
+    query_high, query_low = halves(query * grown)
+    at, upto = place_in_window[:, None], place_in_window[None, :]
+    if FACTORED:
+        back_high, back_low = halves(key * exp_of(-total))
+        nothing = tl.zeros([TOKENS, TOKENS], tl.float32)
+        keys = halves_dot(key_high, key_low, tl.trans(back_high), tl.trans(back_low), nothing)
+        queries = halves_dot(query_high, query_low, tl.trans(back_high), tl.trans(back_low), nothing)
+    else:
+        keys, queries = _pairwise_couplings(query, key, total, place_in_window, TOKENS)
+    # A held record's correction depends on nothing any more: its row of M is zero, and its beta is one.
+    keys = tl.where((at > upto) & (t >= 0)[:, None], keys * beta[:, None], 0.0)
+    queries = tl.where(at >= upto, queries, 0.0)
+    solve = _unit_lower_inverse(keys, place_in_window, WINDOW) * beta[None, :]
+    read_high, read_low = halves(tl.dot(queries, solve, input_precision="ieee"))
     solve_high, solve_low = halves(solve)
+    both_high, both_low = stacked(key_high, query_high), stacked(key_low, query_low)
 
     for begin in tl.static_range(0, BLOCK_V, TILE_V):
         values = begin + tl.arange(0, TILE_V)
         known = first_value + values < VALUE_DIM
         taken = is_new[:, None] & known[None, :]
+        own_values = value_ptr + token * value_stride + (head * VALUE_DIM + first_value)
         value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
-        high, low = (0, 0)
+        states = state_base + (values[:, None] * KEY_DIM + columns[None, :])
+        if KEY_DIM == BLOCK_K and VALUE_DIM % BLOCK_V == 0:
+            state = tl.load(states).to(tl.float32)
+        else:
+            state = tl.load(states, mask=known[:, None] & own[None, :], other=0.0).to(tl.float32)
         if HOLDS:
-            some = (place < folded)[:, None] & known[None, :]
-            u = tl.load(u_held + held_row[:, None] * VALUE_DIM + values[None, :], mask=some, other=0.0)
-            high, low = halves(tl.trans(u.to(tl.float32)))
+            of_records = held_corrections(u_held, start, 0, folded, values, known, CAPACITY, VALUE_DIM)
+            high, low = halves(tl.trans(of_records))
+            state = halves_dot(high, low, weight_high, weight_low, state * passed[None, :])
+            kept = state.to(state_ptr.dtype.element_ty)
+            if folds:
+                tl.store(states, kept, mask=known[:, None] & own[None, :])
+            state = kept.to(tl.float32)  # as later steps will find it
+        # One product for keys and queries with the state on the tall side, [V, 2 T], is what tensor cores take whole.
+        state_high, state_low = halves(state)
         reads = tl.zeros([TILE_V, 2 * TOKENS], tl.float32)
-        for part in tl.static_range(PARTS):
-            columns = part * BLOCK_P + tl.arange(0, BLOCK_P)
-            states = state_base + (values[:, None] * KEY_DIM + columns[None, :])
-            whole = known[:, None] & (columns < KEY_DIM)[None, :]
-            if KEY_DIM == PARTS * BLOCK_P and VALUE_DIM % BLOCK_V == 0:
-                state = tl.load(states).to(tl.float32)
-            else:
-                state = tl.load(states, mask=whole, other=0.0).to(tl.float32)
-            if HOLDS:
-                state = halves_dot(high, low, weight_highs[part], weight_lows[part], state * passed[part][None, :])
-                kept = state.to(state_ptr.dtype.element_ty)
-                if folds:
-                    tl.store(states, kept, mask=whole)
-                state = kept.to(tl.float32)  # as later steps will find it
-            # One product for keys and queries with the state on the tall side, which is what tensor cores take whole.
-            state_high, state_low = halves(state)
-            reads = halves_dot(state_high, state_low, both_highs[part], both_lows[part], reads)
-        read_keys, read_queries = unstacked(reads)
-        surplus = value.to(tl.float32) - tl.trans(read_keys)
+        reads = halves_dot(state_high, state_low, tl.trans(both_high), tl.trans(both_low), reads)
+        of_keys, of_queries = unstacked(reads)
+        surplus = value.to(tl.float32) - tl.trans(of_keys)
         if HOLDS == 2:
             known_record = (t < 0)[:, None] & known[None, :]
             u = tl.load(u_held + held_row[:, None] * VALUE_DIM + values[None, :], mask=known_record, other=0.0)
             surplus = tl.where((t < 0)[:, None], u.to(tl.float32), surplus)
         surplus_high, surplus_low = halves(surplus)
         correction = halves_dot(solve_high, solve_low, surplus_high, surplus_low, tl.zeros_like(surplus))
-        output = halves_dot(read_high, read_low, surplus_high, surplus_low, tl.trans(read_queries).to(tl.float32))
+        output = halves_dot(read_high, read_low, surplus_high, surplus_low, tl.trans(of_queries).to(tl.float32))
         recorded_u = u_held + new_row[:, None] * VALUE_DIM + values[None, :]
         tl.store(recorded_u, correction.to(u_ptr.dtype.element_ty), mask=taken)
         # Past the count the query was zero, and so is the output.
@@ -324,14 +256,11 @@ def launch_kda_chunk(
     num_tokens = tokens.value.shape[1] if rows.first_token is None else min(MAX_TOKENS, layer.records.capacity)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
     out = outputs_for(tokens, rows) if out is None else out
-    holds = 0 if not deferred else 1 if rows.max_held == 0 else 2
-    tile = SPREAD_TILE if batch * heads < FULL_GRID else FOLD_TILE if holds else TILE
-    block_v, tile_v, part, num_warps, registers = tile
+    block_v, tile_v, num_warps, registers = SPREAD_TILE if batch * heads < FULL_GRID else TILE
     block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
+    holds = 0 if not deferred else 1 if rows.max_held == 0 else 2
     bound, longest = layer.gate.lower_bound, MAX_TOKENS if holds == 2 else num_tokens
     arguments, sizes = verify_arguments(tokens, layer, rows, out)
-    block_k = sizes.pop("BLOCK_K")
-    rows_settled = rows_settled and arguments[3].data_ptr() == tokens.gate.data_ptr()  # else a copy is being written
     _kda_chunk_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
         *arguments,
         **sizes,
@@ -339,8 +268,6 @@ def launch_kda_chunk(
         WINDOW=next(n for n in (8, 9, 16) if longest <= n),
         TOKENS=16,
         BLOCK_V=block_v,
-        PARTS=triton.cdiv(block_k, part),
-        BLOCK_P=min(part, block_k),
         TILE_V=min(tile_v, block_v),
         HOLDS=holds,
         **launch_options(out, num_warps, registers, rows_settled=rows_settled),

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-# 0: off. 1: a kernel's launch overlaps the end of the one before. 2: so does all work that needs nothing from it, where
-# the caller says what that is.
+# 0: off. 1: a kernel's launch overlaps the end of the one before. 2: so do the reading of rows and the fetching of
+# states into the L2 cache, where the caller says that the kernel right before did not write the rows.
 OVERLAP = 2
 
 

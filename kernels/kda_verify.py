@@ -168,8 +168,8 @@ def kda_verify(
         deferred: False promises that no row holds records, as after `Rows.current`; kernels then skip looking for them.
         max_tokens: the most tokens that a row has, where tokens are packed; default the records' capacity. At most 16
             lets the chunk kernel run. A longer row is an error that nothing here can see.
-        rows_settled: True promises that the kernel launched right before this call wrote nothing that is read here but
-            queries, keys and values (it was the convolution, say): all else is then worked on before that kernel ends.
+        rows_settled: True promises that the kernel launched right before this call did not write any tensor of `rows`
+            (it was the convolution, say): reading them may then start before that kernel ends.
         out: [B, T, H, V] or [1, N, H, V] to write into, its last two axes contiguous.
 
     Returns:

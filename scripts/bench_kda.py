@@ -44,9 +44,8 @@ def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: st
     return found
 
 
-TILES = "128x64x64x4x168 128x64x128x4x168 128x64x64x4x128 128x128x64x8x80 64x64x64x4x168"
 VARIANTS = (
-    tiles("chunk", kda_chunk, ("TILE", "FOLD_TILE", "SPREAD_TILE"), TILES)
+    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x128x8x128 128x64x4x128 64x64x4x168")
     | tiles("conv", conv_module, ("TILE", "SPREAD_TILE"), "512x4 256x4 128x4")
     | {
         "step-no-overlap": [(launch_module, "OVERLAP", 0)],

@@ -67,9 +67,9 @@ def test_kernel_matches_reference_on_a_ragged_padded_batch_with_held_records(ver
 
 @pytest.mark.parametrize("lower_bound", [BOUNDED, SOFTPLUS])
 @pytest.mark.parametrize("max_held", [0, 7], ids=["all-fold", "some-fold"])
-def test_key_channels_may_pass_in_parts(lower_bound, max_held, monkeypatch):
-    """Three parts, the last one not full; norms and couplings are sums over all of them."""
-    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (64, 16, 16, 4, None))
+def test_value_channels_may_pass_in_tiles(lower_bound, max_held, monkeypatch):
+    """Three tiles, the last one not full, of which each folds its part of the state."""
+    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (64, 16, 4, None))
     rows = ring(
         [3, 0, -1, 2],
         [9, 5, 9, 1],
@@ -78,8 +78,8 @@ def test_key_channels_may_pass_in_parts(lower_bound, max_held, monkeypatch):
         fold=[True, not max_held, True, True],
     )
     rows = dataclasses.replace(rows, max_held=max_held)
-    layer = filled(random_layer(4, HEADS, 40, 20, capacity=18, dtype=torch.float32, lower_bound=lower_bound), rows)
-    tokens = random_tokens(4, 9, HEADS, 40, 20, dtype=torch.float32)
+    layer = filled(random_layer(4, HEADS, 20, 40, capacity=18, dtype=torch.float32, lower_bound=lower_bound), rows)
+    tokens = random_tokens(4, 9, HEADS, 20, 40, dtype=torch.float32)
     got, _ = compare(launch_kda_chunk, tokens, layer, rows)
     assert torch.equal(got.checkpoint[2], layer.checkpoint[2])
 
@@ -139,7 +139,7 @@ def test_padding_rows_write_nowhere(verify, null_slot):
 @KERNELS
 def test_thread_blocks_may_run_in_any_order(verify, monkeypatch):
     """Several value tiles, held records, a fold, a ring that is full: no block reads what another one writes."""
-    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (16, 16, 16, 4, None))
+    monkeypatch.setattr(kda_chunk, "SPREAD_TILE", (16, 16, 4, None))
     monkeypatch.setattr(kda_verify_module, "SERIAL_TILE_V", 16)
     rows = ring([1, 0], [9, 9], held=[9, 9], start=5, fold=True)
     layer = filled(random_layer(2, HEADS, 16, 64, 18, dtype=torch.float32), rows)
