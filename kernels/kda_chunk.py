@@ -48,7 +48,7 @@ from dspark.kernels.kda_launch import launch_options
 
 MAX_TOKENS = 16  # held records included
 FACTOR_LIMIT = 80.0  # e^80 is the largest power of e that still multiplies safely in float32
-# A program's value channels, those of them in registers at a time, warps, most registers: with 168 three programs run on
+# A program's value channels, those of them in registers at a time, warps, most registers: with 168 three programs fit
 # a multiprocessor. With fewer heads than FULL_GRID twice as many programs, for half a state each, still run at once.
 TILE, SPREAD_TILE, FULL_GRID = (128, 64, 4, 168), (64, 64, 4, 168), 198
 
