@@ -29,7 +29,8 @@ from dspark.vllm.v2_plan import is_ours
 
 TIMED_STEPS = 15  # the median of so many follows the load and forgets a pause
 TRIAL, RETRY_AFTER, LOOK_AFTER = 4, 128, 16
-# Confidences reach the host a step late: what a look reads was recorded in the two steps before it.
+# Confidences reach the host a step late: what a look reads was recorded in the two steps before it. A look because the
+# batch has changed reads older ones of the requests that stay, and may trim worse for a step.
 RECORDED_BEFORE = 2
 
 
