@@ -78,7 +78,7 @@ class Case:
             torch.tensor(slots, dtype=torch.int32),
         )
 
-    def library(self):
+    def by_definition(self):
         """Tokens [R, K + 1] of `dspark.sampling.rejection_sample`."""
         slots = [slot for slot, *_ in self.requests]
         sampling = SamplingTensors.stack([SamplingParams(temperature=t) for _, t, *_ in self.requests])
@@ -103,7 +103,7 @@ def test_tokens_are_the_librarys(seed, topk):
     logits, tokens, pos, starts, slots = case.packed()
     verifier = Verifier(case.store, case.sampler(), STEPS)
     emitted, counts = verifier.verify(logits, tokens, tokens, pos=pos, row_starts=starts, slots=slots)
-    expected = case.library()
+    expected = case.by_definition()
     assert emitted.tolist() == expected.tolist()
     assert counts.tolist() == (expected >= 0).sum(-1).tolist()
 
