@@ -8,11 +8,10 @@ which loses about 1e-6, where one TF32 product loses 1e-4. Triton's interpreter 
 the float32 product instead.
 """
 
-import os
-
 from dspark.kernels import tl, triton
+from dspark.kernels.noise import INTERPRETED
 
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit

@@ -15,8 +15,6 @@ from dspark.kernels import tl, triton
 from dspark.kernels.markov import GROUP
 from dspark.kernels.markov_device import (
     bfloat16_pair,
-    fast_exp2,
-    fast_log2,
     four_columns,
     high_half,
     low_half,
@@ -26,6 +24,7 @@ from dspark.kernels.markov_device import (
     uniform_number,
     write_columns,
 )
+from dspark.kernels.noise import fast_exp2, fast_log2
 
 _GROUP = tl.constexpr(GROUP)
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number

@@ -14,61 +14,22 @@ as one 64-bit word, so that the maximum of words is the winner:
     bits 7..0    number of the step modulo 256, by which a reader sees that the word is this step's
 """
 
-import os
-
 from dspark.kernels import tl, triton
-from dspark.kernels.philox import philox4x32
+from dspark.kernels.noise import INTERPRETED, cell, exponential, fast_exp2, fast_log2
+from dspark.kernels.philox import PER_GROUP, PER_TOKEN, SINGLE, philox4x32
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_ID = 2**24 - 1  # of a race word
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _MAX_ID = tl.constexpr(MAX_ID)
+_PER_TOKEN, _SINGLE, _PER_GROUP = tl.constexpr(PER_TOKEN), tl.constexpr(SINGLE), tl.constexpr(PER_GROUP)
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def fast_log2(x):
-    """log2 of positive numbers by the hardware's approximation: off by 2^-22, relative to a result beyond 1."""
-    if _INTERPRETED:
-        return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def fast_exp2(x):
-    """2^x by the hardware's approximation, relative error 2^-22; 0 below the smallest normal number."""
-    if _INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def cell(word):
-    """Middle of the cell of a random word, float32 below 1: the top cells would round to 1."""
-    return tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
-
-
-@triton.jit
 def log2_exponential(word):
-    """log2 of E / ln 2, E the unit exponential of a random word; relative error of E below 1e-6. The missing constant
-    is the same in every key.
-
-    E = -log1p(-u). Near u = 0, where winners come from, 1 - u has lost the digits of u, and a series is taken.
-    """
-    u = cell(word)
-    series = 0.43544932 * u + 0.24019349
-    series = series * u + 0.36527038
-    series = series * u + 0.48074908
-    series = series * u + 0.72134829
-    series = series * u + 1.44269504
-    return fast_log2(tl.where(u < 0.25, series * u, -fast_log2(1.0 - u)))
+    """log2 of E / ln 2, E the unit exponential of a random word. The missing constant is the same in every key."""
+    return fast_log2(exponential(word))
 
 
 @triton.jit
@@ -105,14 +66,14 @@ def draft_words(counter, position, key_low, key_high, KIND: tl.constexpr):
 @triton.jit
 def noise_of_groups(four, position, key_low, key_high):
     """`log2_exponential` of the four groups 4 four + 0..3: four [1, G], the others [R, 1]; uint32."""
-    w0, w1, w2, w3 = draft_words(four, position, key_low, key_high, 2)
+    w0, w1, w2, w3 = draft_words(four, position, key_low, key_high, _PER_GROUP)
     return log2_exponential(w0), log2_exponential(w1), log2_exponential(w2), log2_exponential(w3)
 
 
 @triton.jit
 def uniform_number(position, key_low, key_high):
     """The uniform number of a draw, as `cell` has it; [R, 1] uint32 to [R, 1] float32."""
-    word, _, _, _ = draft_words(tl.zeros([1, 1], tl.uint32), position, key_low, key_high, 1)
+    word, _, _, _ = draft_words(tl.zeros([1, 1], tl.uint32), position, key_low, key_high, _SINGLE)
     return cell(word)
 
 
@@ -122,13 +83,13 @@ def noise_of_id(token, position, key_low, key_high, nothing):
 
     `nothing` is 0. From a loop, one that the compiler can't know keeps it from holding the round keys in registers.
     """
-    return _noise_of_one(token, position, key_low + nothing, key_high + nothing, 0)
+    return _noise_of_one(token, position, key_low + nothing, key_high + nothing, _PER_TOKEN)
 
 
 @triton.jit
 def noise_of_group(group, position, key_low, key_high):
     """`log2_exponential` of single groups: group [1, G] int32, the others [R, 1] uint32."""
-    return _noise_of_one(group, position, key_low, key_high, 2)
+    return _noise_of_one(group, position, key_low, key_high, _PER_GROUP)
 
 
 @triton.jit

@@ -8,7 +8,8 @@ with e (and the state), rank columns wide.
 import torch
 
 from dspark.kernels import tl, triton
-from dspark.kernels.markov_device import INTERPRETED, rounded
+from dspark.kernels.markov_device import rounded
+from dspark.kernels.noise import INTERPRETED
 
 # Columns of a joint projection per load: 32 columns of 256 rows are 16 registers a thread.
 CHUNK = 32

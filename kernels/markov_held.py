@@ -10,8 +10,6 @@ from dspark.kernels import tl, triton
 from dspark.kernels.markov import GROUP
 from dspark.kernels.markov_dense import request_rows
 from dspark.kernels.markov_device import (
-    fast_exp2,
-    fast_log2,
     noise_of_group,
     race_word,
     read_weight,
@@ -19,6 +17,7 @@ from dspark.kernels.markov_device import (
     uniform_number,
 )
 from dspark.kernels.markov_exchange import hidden_shares, join_masses, receive, send, send_mass
+from dspark.kernels.noise import fast_exp2, fast_log2
 
 _GROUP = tl.constexpr(GROUP)
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that the difference of two of them is a number

@@ -17,8 +17,6 @@ largest maximum, the second between the first and the largest, which are few ste
 
 from dspark.kernels import tl, triton
 from dspark.kernels.markov_device import (
-    fast_exp2,
-    fast_log2,
     noise_of_id,
     prefetch_rows,
     race_winner,
@@ -28,6 +26,7 @@ from dspark.kernels.markov_device import (
     row_scales,
 )
 from dspark.kernels.markov_features import embedded_row, request_features, token_confidence
+from dspark.kernels.noise import fast_exp2, fast_log2
 from dspark.kernels.together import start_next, wait_for_previous
 
 _LN2 = tl.constexpr(0.6931471805599453)

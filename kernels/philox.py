@@ -27,6 +27,10 @@ WEYL = (0x9E3779B9, 0xBB67AE85)  # key increments
 ROUNDS = 10
 WORD = 0xFFFFFFFF
 
+# Last counter word of the library's random streams, `dspark.sampling.Streams`: within a purpose, numbers tied to token
+# ids, single ones and those tied to groups of columns are kept apart.
+PER_TOKEN, SINGLE, PER_GROUP = 0, 1, 2
+
 # Counters per numpy call: six buffers of this many uint64 stay in the L2 cache, and the calls are long enough to hide
 # their overhead. On one Zen 4 core, 8 rows of 49152 words take 2.4 ms with 12288 and 3.4 ms with 4096.
 NUMPY_CHUNK = 16384

@@ -15,12 +15,12 @@ The last block of `emit` puts `first` and the counters of arrived blocks back, s
 graph, finds them as the first one did.
 """
 
-from dspark.kernels import HAS_TRITON, tl, triton
-from dspark.kernels.philox import philox4x32
+from dspark.kernels import tl, triton
+from dspark.kernels.noise import exponential, fast_exp2, fast_reciprocal
+from dspark.kernels.philox import PER_TOKEN, SINGLE, philox4x32
 
 # Counter words of the random streams, see `dspark.kernels.rejection`.
 ACCEPT, RECOVERY, TARGET = 1, 2, 3
-PER_TOKEN, SINGLE = 0, 1
 
 # Bits of a request's status.
 BAD_TARGET, UNDRAWN, FOREIGN = 1, 2, 4
@@ -30,11 +30,10 @@ NO_REJECTION = 2**31 - 1
 # Temperatures are kept in this range: -inf / inf and 0 / 0 would be NaN.
 COLDEST, HOTTEST = 1e-30, 1e30
 
-_ACCEPT, _SINGLE = tl.constexpr(ACCEPT), tl.constexpr(SINGLE)
+_ACCEPT, _SINGLE, _PER_TOKEN = tl.constexpr(ACCEPT), tl.constexpr(SINGLE), tl.constexpr(PER_TOKEN)
 _NO_REJECTION = tl.constexpr(NO_REJECTION)
 _COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_INTERPRETED = tl.constexpr(bool(HAS_TRITON and triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -78,17 +77,9 @@ def finite_or_zero(peak):
 
 
 @triton.jit
-def power_of_two(x):
-    """2**x to 2**-22, one instruction, 0 below the smallest normal number; Triton's own takes four."""
-    if _INTERPRETED:
-        return tl.exp2(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def powers(x, peak, scale):
     """Exponentials of logits relative to their maximum."""
-    return power_of_two((x - finite_or_zero(peak)) * scale)
+    return fast_exp2((x - finite_or_zero(peak)) * scale)
 
 
 @triton.jit
@@ -153,51 +144,26 @@ def acceptance_number(seed, position):
 
 
 @triton.jit
-def log2_fast(x):
-    """log2 of x in (0, 1) to 2**-22, one instruction; Triton's own is exact to the last bit and takes fifteen."""
-    if _INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def reciprocal_fast(x):
-    """1 / x for x >= 0 to 2**-23, one instruction; infinite for 0, and for what is not normal."""
-    if _INTERPRETED:
-        return 1.0 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def token_noise(part, seed, position, purpose, BLOCK: tl.constexpr):
-    """Unit exponentials of `columns_of` a part, in units of ln 2, which a race does not see.
-
-    -log(1 - u) by its series where 1 - u would round u's low bits away; both branches are within 1e-6 of it.
-    """
+    """`exponential` of each of the `columns_of` a part."""
     counter = (part * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = counter * 0
     w0, w1, w2, w3 = philox4x32(
         counter,
         zero + position.to(tl.uint32),
         zero + purpose.to(tl.uint32),
-        zero,
+        zero + _PER_TOKEN,
         zero + seed.to(tl.uint32),
         zero + (seed >> 32).to(tl.uint32),
     )
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK // 4, 4])
-    u = tl.minimum(words.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
-    series = 0.43544932 * u + 0.24019349
-    series = series * u + 0.36527038
-    series = series * u + 0.48074908
-    series = series * u + 0.72134829
-    series = series * u + 1.44269504
-    return tl.where(u < 0.25, series * u, -log2_fast(1.0 - u))
+    return exponential(words)
 
 
 @triton.jit
 def race(weight, noise, column):
     """Earliest time noise / weight and the lowest column that has it; infinite where no weight is positive."""
-    times = noise * reciprocal_fast(tl.maximum(weight, 0.0))
+    times = noise * fast_reciprocal(tl.maximum(weight, 0.0))
     best = lowest(times)
     return best, lowest(tl.where(times == best, column, _NO_REJECTION))
 

@@ -18,16 +18,14 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark.kernels.philox import WORD, philox_rows
+from dspark.kernels.philox import PER_TOKEN, SINGLE, WORD, philox_rows
 from dspark.kernels.rejection_device import (
     ACCEPT,
     BAD_TARGET,
     COLDEST,
     FOREIGN,
     HOTTEST,
-    PER_TOKEN,
     RECOVERY,
-    SINGLE,
     TARGET,
     UNDRAWN,
 )

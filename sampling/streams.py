@@ -23,11 +23,8 @@ from enum import IntEnum, unique
 import torch
 
 from dspark.kernels.markov import GROUP
-from dspark.kernels.philox import WORD, philox_at, philox_rows
+from dspark.kernels.philox import PER_GROUP, PER_TOKEN, SINGLE, WORD, philox_at, philox_rows
 from dspark.sampling.params import SamplingParams
-
-# Last counter word: within a purpose, numbers tied to token ids, single ones and those tied to groups are kept apart.
-_PER_TOKEN, _SINGLE, _PER_GROUP = 0, 1, 2
 
 # A row whose support is at most this share of the vocabulary computes noise for its support only. One id costs a
 # whole counter there and a quarter of one in a dense row, and gathering costs about as much again.
@@ -91,7 +88,7 @@ class Streams:
         Raises:
             ValueError: `positions` has another number of rows than `seeds`.
         """
-        key, counter = self._philox_rows(positions, purpose, _SINGLE)
+        key, counter = self._philox_rows(positions, purpose, SINGLE)
         high, low = philox_rows(key, counter, 2).to(torch.float64).unbind(-1)
         bits = (high / 2**5).floor_() * 2**26 + (low / 2**6).floor_()
         return (bits / 2**53).view(positions.shape)
@@ -114,7 +111,7 @@ class Streams:
         Raises:
             ValueError: `positions` has another number of rows than `seeds`.
         """
-        key, counter = self._philox_rows(positions, purpose, _PER_TOKEN)
+        key, counter = self._philox_rows(positions, purpose, PER_TOKEN)
         return _to_exponential(philox_rows(key, counter, vocab_size), dtype).view(*positions.shape, vocab_size)
 
     def exponential_at(
@@ -134,7 +131,7 @@ class Streams:
         Raises:
             ValueError: `positions` has another number of rows than `seeds`, or `ids` than `positions`.
         """
-        key, counter = self._philox_rows(positions, purpose, _PER_TOKEN)
+        key, counter = self._philox_rows(positions, purpose, PER_TOKEN)
         return _to_exponential(philox_at(key, counter, ids.flatten(0, 1)), dtype).view(ids.shape)
 
     def exponential_of_groups(
@@ -154,7 +151,7 @@ class Streams:
         Raises:
             ValueError: `positions` has another number of rows than `seeds`.
         """
-        key, counter = self._philox_rows(positions, purpose, _PER_GROUP)
+        key, counter = self._philox_rows(positions, purpose, PER_GROUP)
         return _to_exponential(philox_rows(key, counter, num_groups), dtype).view(*positions.shape, num_groups)
 
     def _philox_rows(self, positions: torch.Tensor, purpose: Purpose, kind: int) -> tuple[torch.Tensor, torch.Tensor]:

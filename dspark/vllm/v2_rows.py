@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from dspark.kernels import HAS_TRITON, tl, triton
-from dspark.kernels.philox import philox4x32
+from dspark.kernels.philox import SINGLE, philox4x32
 from dspark.sampling import Purpose, Streams
 from dspark.schedule import step_streams
 
 BLOCK = 128
-_DRAFT, _SINGLE = tl.constexpr(int(Purpose.DRAFT)), tl.constexpr(1)
+_DRAFT, _SINGLE = tl.constexpr(int(Purpose.DRAFT)), tl.constexpr(SINGLE)
 
 
 @dataclass(frozen=True)
