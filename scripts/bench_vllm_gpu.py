@@ -38,6 +38,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from side_by_side import COUNTERS, answers, counters
 from vllm_tables import done_equal, gains, key_of, table
 
 MODES = (
@@ -47,7 +48,6 @@ MODES = (
 DEFAULT_MODES = "plain,stock,ours,ours-topk"
 MIN_REQUESTS = 12
 RUN_SECONDS = 120.0  # of an engine that does not answer any more
-COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
 
 def speculative_config(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -71,8 +71,7 @@ def speculative_config(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def serve_commands(args: argparse.Namespace) -> None:
     """The engine's process: one line of JSON in for each run, one out."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # vLLM prints to stdout; the log gets it
+    results = answers()
     from vllm import LLM, SamplingParams
 
     speculative = speculative_config(args)
@@ -99,9 +98,9 @@ def serve_commands(args: argparse.Namespace) -> None:
         **options,
     )
     prompts = [{"prompt_token_ids": ids} for ids in read_prompts(args)]
-    answers.write(json.dumps({"ready": args.mode}) + "\n")
+    results.write(json.dumps({"ready": args.mode}) + "\n")
     for line in sys.stdin:
-        answers.write(json.dumps(run_once(llm, SamplingParams, prompts, json.loads(line), args.max_tokens)) + "\n")
+        results.write(json.dumps(run_once(llm, SamplingParams, prompts, json.loads(line), args.max_tokens)) + "\n")
 
 
 def graph_sizes(width: int, max_num_seqs: int) -> list[int]:
@@ -133,16 +132,6 @@ def run_once(llm: Any, params_class: Any, prompts: list[Any], job: dict[str, Any
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     steps, accepted = (after[name] - before[name] for name in COUNTERS)
     return {"seconds": seconds, "steps": steps, "accepted": accepted, "tokens": tokens}
-
-
-def counters(llm: Any) -> dict[str, float]:
-    """vLLM's speculation counters; 0 where it does not speculate."""
-    values = dict.fromkeys(COUNTERS, 0.0)
-    for metric in llm.get_metrics():
-        name = metric.name.removesuffix("_total")
-        if name in values:
-            values[name] += metric.value
-    return values
 
 
 def read_prompts(args: argparse.Namespace) -> list[list[int]]:
@@ -201,8 +190,8 @@ class Engine:
 
     def read(self, seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None
-        answers, _, _ = select.select([self.process.stdout], [], [], seconds)
-        line = self.process.stdout.readline() if answers else ""
+        readable, _, _ = select.select([self.process.stdout], [], [], seconds)
+        line = self.process.stdout.readline() if readable else ""
         if not line:
             self.kill()
             self.fail()

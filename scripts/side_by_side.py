@@ -117,8 +117,8 @@ def start_quickly() -> None:
 
 
 def answers() -> Any:
-    """The child's stdout, kept for its line; vLLM's prints go to the log from here on."""
-    kept = os.fdopen(os.dup(1), "w")
+    """The child's stdout, kept for its lines; vLLM's prints go to the log from here on."""
+    kept = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return kept
 
@@ -144,6 +144,7 @@ def counters(llm: Any) -> dict[str, float]:
     """vLLM's speculation counters; 0 where it does not speculate."""
     values = dict.fromkeys(COUNTERS, 0.0)
     for metric in llm.get_metrics():
-        if metric.name in values:
-            values[metric.name] += metric.value
+        name = metric.name.removesuffix("_total")
+        if name in values:
+            values[name] += metric.value
     return values
