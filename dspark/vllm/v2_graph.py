@@ -3,28 +3,38 @@
 vLLM captures the target and the drafter. What stands between them, the output head, the gathering of drafts,
 verification and its bookkeeping, is launched from Python in every step; with a small target the host is what a step
 waits for, and not the GPU. A step in which every request has all K drafts is the same launches on the same buffers
-whatever it holds, but for the requests' slots, and can be replayed.
+whatever it holds, but for the requests' slots and parameters, and can be replayed. Which of temperature, min-p, top-k
+and top-p vLLM launches is decided on the host from the batch: there is a graph for each of these choices.
 
-Everything else takes vLLM's way: steps with prompts or missing drafts, grammars, log-probabilities, sampling parameters
-that change logits (temperatures other than 0 and 1, truncation, penalties), several ranks. Adaptive verification, whose
-graphs are for numbers of tokens, comes here with steps that trim nothing and fill their graph.
+Everything else takes vLLM's way: steps with prompts or missing drafts, grammars, log-probabilities, several ranks, and
+what vLLM does to logits before temperature: penalties, bad words, logit bias, allowed tokens, minimal lengths, thinking
+budgets, custom processors. Adaptive verification, whose graphs are for numbers of tokens, comes here with steps that
+trim nothing and fill their graph.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 logger = init_logger("vllm.dspark")
 
-# A graph keeps its logits, which vLLM has not set memory aside for: with more, the launches hardly matter.
+# Graphs share memory for the logits of one step, and a second copy where parameters change them, which vLLM has not set
+# aside: with more, the launches hardly matter.
 MAX_LOGITS_BYTES = 2**28
+# Of some 20 launches each. They are numbers of requests times choices of stages, of which a server meets few.
+MAX_GRAPHS = 256
 
 _ATTRIBUTE = "_dspark_sample_graphs"
 
@@ -32,8 +42,28 @@ Sampled = tuple[SamplerOutput, torch.Tensor, torch.Tensor]
 Sample = Callable[..., Sampled]
 
 
+class Kind(NamedTuple):
+    """What the host decides for a step: a graph holds these launches and no others.
+
+    Attributes:
+        requests: how many, padding included.
+        processed: whether logits are copied and changed at all; with False, none of the others is set.
+        temperature: some request's is neither 0 nor 1.
+        min_p, top_k, top_p: some request has one.
+        only_top_p: some request has a top-p and no top-k, for which small batches have launches of their own.
+    """
+
+    requests: int
+    processed: bool = False
+    temperature: bool = False
+    min_p: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    only_top_p: bool = False
+
+
 class SampleGraphs:
-    """Graphs of vLLM's `GPUModelRunner.sample` by padded number of requests, captured when first met."""
+    """Graphs of vLLM's `GPUModelRunner.sample` by kind of step, captured when first met."""
 
     def __init__(self, runner: Any, vllms_own: Sample) -> None:
         """Args: an initialised runner; its own method, unbound."""
@@ -44,9 +74,11 @@ class SampleGraphs:
         self.rows, self.local_pos = rows, (rows % self.width).to(torch.int32)
         self.row_starts = torch.arange(0, (most + 1) * self.width, self.width, dtype=torch.int32, device=device)
         self.slots = torch.zeros(most, dtype=torch.int64, device=device)
+        self.parameters = Parameters(runner.sampler)
         self.recorder = Recorder(device)
-        self.recorded: dict[int, tuple[Callable[[], None], Sampled]] = {}
-        self.enabled = True
+        self.recorded: dict[Kind, tuple[Callable[[], None], Sampled]] = {}
+        self.kept: dict[int, torch.Tensor] = {}
+        self.limit = MAX_GRAPHS
 
     def sample(self, hidden_states: torch.Tensor, batch: Any) -> Sampled | None:
         """Contract of vLLM's method without a grammar; None if this step must take vLLM's way.
@@ -55,15 +87,17 @@ class SampleGraphs:
             hidden_states: [tokens, padding included, hidden].
             batch: vLLM's `InputBatch`.
         """
-        if not self.enabled or not self.covers(hidden_states, batch):
+        kind = self.kind(hidden_states, batch)
+        known = self.recorded.get(kind) if kind is not None else None
+        if kind is None or (known is None and len(self.recorded) >= self.limit):
             return None
-        padded, count = len(hidden_states) // self.width, batch.num_reqs
+        count = batch.num_reqs
         self.slots[:count].copy_(batch.idx_mapping)
-        known = self.recorded.get(padded)
+        self.parameters.update()
         if known is None:
             # The step itself, one by one, which also compiles what the graph will hold.
             sampled = self.run(hidden_states, batch)
-            self.record(hidden_states, batch)
+            self.record(kind, hidden_states, batch)
         else:
             replay, sampled = known
             replay()
@@ -74,25 +108,29 @@ class SampleGraphs:
         output = replace(output, sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected)
         return output, num_sampled, num_rejected
 
-    def covers(self, hidden_states: torch.Tensor, batch: Any) -> bool:
-        """Whether a graph computes this step."""
+    def kind(self, hidden_states: torch.Tensor, batch: Any) -> Kind | None:
+        """Which graph computes this step; None if none does."""
         sampler, slots = self.runner.sampler, batch.idx_mapping_np
         count, rows = batch.num_reqs, len(hidden_states)
-        return (
+        full = (
             hidden_states.data_ptr() == self.runner.cudagraph_manager.hidden_states.data_ptr()
             and rows % self.width == 0
+            and rows <= len(self.rows)
             and batch.num_tokens == count * self.width
             and batch.num_draft_tokens == count * (self.width - 1)
-            and rows * self.runner.vocab_size * 4 <= MAX_LOGITS_BYTES
-            and not sampler.needs_logits_processing[slots].any()
-            and sampler.sampling_states.max_num_logprobs(slots) == NO_LOGPROBS
         )
+        if not full or sampler.sampling_states.max_num_logprobs(slots) != NO_LOGPROBS:
+            return None
+        kind = choose_stages(sampler, slots, rows // self.width)
+        if kind is None or rows * self.runner.vocab_size * (8 if kind.processed else 4) > MAX_LOGITS_BYTES:
+            return None
+        return kind
 
     def run(self, hidden_states: torch.Tensor, batch: Any) -> Sampled:
         """vLLM's method on the whole padded batch, of buffers that stay where they are."""
         rows = len(hidden_states)
         padded = rows // self.width
-        # What is read on the host: any slot does for padding, since these requests ask for nothing special.
+        # What is read on the host: with another slot in the padding, the launches could be other ones.
         slots_np = np.full(padded, batch.idx_mapping_np[0], batch.idx_mapping_np.dtype)
         slots_np[: batch.num_reqs] = batch.idx_mapping_np
         slots = self.slots[:padded]
@@ -109,16 +147,94 @@ class SampleGraphs:
             cu_num_logits=self.row_starts[: padded + 1],
             cu_num_logits_np=np.arange(0, rows + 1, self.width, dtype=np.int32),
         )
-        return self.vllms_own(self.runner, hidden_states, fixed, None)
+        with self.parameters.in_place():
+            return self.vllms_own(self.runner, hidden_states, fixed, None)
 
-    def record(self, hidden_states: torch.Tensor, batch: Any) -> None:
-        """Capture the graph of this padded number of requests; without it, steps take vLLM's way."""
-        padded = len(hidden_states) // self.width
+    def record(self, kind: Kind, hidden_states: torch.Tensor, batch: Any) -> None:
+        """Capture the graph of this kind of step; without it, such steps take vLLM's way."""
         try:
-            self.recorded[padded] = self.recorder.record(lambda: self.run(hidden_states, batch))
+            self.recorded[kind] = self.recorder.record(lambda: self.run(hidden_states, batch))
         except RuntimeError as error:
-            self.enabled = False
+            self.limit = 0
             logger.warning("dspark: sampling could not be captured in a CUDA graph and is launched instead: %s", error)
+        self.kept |= {tensor.data_ptr(): tensor for tensor in truncation_buffers()}
+
+
+class Parameters:
+    """Device copies of the requests' parameters by slot, at addresses that stay.
+
+    vLLM writes each parameter into host buffers in turn, in every step or with every new request. A graph that has the
+    address of one would read an earlier step's, and in a slot that is used again an earlier request's.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        states = sampler.sampling_states
+        sampled = [states.temperature, states.seeds, states.min_p, states.top_k, states.top_p]
+        self.vllms = [*sampled, sampler.req_states.prefill_len]
+        self.own = [torch.empty_like(each.gpu) for each in self.vllms]
+        self.known: list[np.ndarray | None] = [None] * len(self.vllms)
+
+    def update(self) -> None:
+        """Copy those that changed since the last call; the host has the same numbers to compare."""
+        for place, (vllms, own, known) in enumerate(zip(self.vllms, self.own, self.known, strict=True)):
+            if known is None or not np.array_equal(known, vllms.np):
+                own.copy_(vllms.gpu, non_blocking=True)
+                self.known[place] = vllms.np.copy()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While in the block, vLLM's functions read the copies."""
+        theirs = [each.gpu for each in self.vllms]
+        try:
+            for each, own in zip(self.vllms, self.own, strict=True):
+                each.gpu = own
+            yield
+        finally:
+            for each, gpu in zip(self.vllms, theirs, strict=True):
+                each.gpu = gpu
+
+
+def choose_stages(sampler: Any, slots: np.ndarray, requests: int) -> Kind | None:
+    """What vLLM's `Sampler.apply_sampling_params` launches for these slots; None if some of it is not for graphs."""
+    if not sampler.needs_logits_processing[slots].any():
+        return Kind(requests)
+    thinking = sampler.thinking_budget_state
+    others = any(may_act(each, slots) for each in sampler.logits_processors)
+    if others or (thinking.enabled and thinking.use_thinking_budget[slots].any()):
+        return None
+    states = sampler.sampling_states
+    temperature, top_p = states.temperature.np[slots], states.top_p.np[slots]
+    has_top_k, has_top_p = states.top_k.np[slots] != states.vocab_size, top_p != 1.0
+    return Kind(
+        requests,
+        processed=True,
+        temperature=bool(((temperature != 0.0) & (temperature != 1.0)).any()),
+        min_p=bool((states.min_p.np[slots] != 0.0).any()),
+        top_k=bool(has_top_k.any()),
+        top_p=bool(has_top_p.any()),
+        only_top_p=bool((~has_top_k & has_top_p).any()),
+    )
+
+
+def may_act(processor: Any, slots: np.ndarray) -> bool:
+    """Whether a stage before temperature could launch for these slots; one that is not vLLM's own could."""
+    if type(processor) is LogitBiasState:
+        return bool(processor.use_logit_bias[slots].any())
+    if type(processor) is PenaltiesState:
+        return bool(processor.use_penalty[slots].any())
+    if type(processor) is BadWordsState:
+        return bool(processor.num_bad_words.np[slots].any())
+    return True
+
+
+def truncation_buffers() -> list[torch.Tensor]:
+    """What vLLM's top-k and top-p use in between. It replaces them by larger ones, while graphs go on using theirs."""
+    module = sys.modules.get("vllm.v1.sample.ops.topk_topp_triton")
+    if module is None:
+        return []
+    tables = [each for pair in module._TRITON_TABLE_CACHE.values() for each in pair]
+    split = [each for parts in module._TRITON_SPLIT_CACHE.values() for each in parts.values()]
+    return [*module._TRITON_BUFFER_CACHE.values(), *tables, *split]
 
 
 class Recorder:

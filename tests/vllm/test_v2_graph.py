@@ -1,171 +1,135 @@
 """Sampling in a graph gives what vLLM's way gives, for the steps that it covers, and leaves the others alone.
 
-There is no CUDA graph on a CPU: the recorder is replaced by one that runs its body again and writes into the outputs of
-the first time, which is what replaying does. The runner is a stand-in with a sampling function that reads everything
-that vLLM's reads.
+There is no CUDA graph on a CPU: a tape of torch operations stands for it (`graph_tape.py`), under vLLM's own sampler
+and state of requests (`graph_steps.py`).
 """
 
-import itertools
-from dataclasses import fields, replace
+import sys
+from dataclasses import replace
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from graph_steps import MOST, VOCAB, WIDTH, K, admit, check_step, make_runner, make_step, tensors, vllms_sample
+from graph_tape import TapeRecorder
 
 from dspark.vllm import v2_graph
-
-K, WIDTH, HIDDEN, VOCAB, MOST, TOKENS = 3, 4, 5, 32, 8, 64
-
-
-class Again:
-    """Replaying by running once more."""
-
-    recorded = 0
-
-    def __init__(self, device):
-        self.device = device
-
-    def record(self, body):
-        Again.recorded += 1
-        outputs = body()
-
-        def replay():
-            for old, new in zip((outputs[0].sampled_token_ids, *outputs[1:]), tensors(body()), strict=True):
-                old.copy_(new)
-
-        for tensor in tensors(outputs):
-            tensor.fill_(-7)  # capturing computes nothing
-        return replay, outputs
-
-
-def tensors(sampled):
-    output, num_sampled, num_rejected = sampled
-    return output.sampled_token_ids, num_sampled, num_rejected
-
-
-def vllms_sample(runner, hidden_states, batch, grammar):
-    """Numbers of a request that depend on all that vLLM's sampling reads, and on that request only."""
-    rows = hidden_states[batch.logits_indices].sum(-1) + batch.input_ids[batch.logits_indices]
-    rows = rows + 10 * batch.positions[batch.logits_indices] + 100 * batch.expanded_local_pos
-    rows = rows + 1000 * runner.state[batch.expanded_idx_mapping]
-    starts = batch.cu_num_logits.long()
-    widest = int(starts.diff().max())
-    taken = torch.full((batch.num_reqs, widest), -1, dtype=torch.int64)
-    for request, (first, last) in enumerate(itertools.pairwise(starts)):
-        taken[request, : last - first] = rows[first:last].long()
-    num_sampled = (batch.seq_lens[: batch.num_reqs] + runner.state[batch.idx_mapping]).to(torch.int32)
-    runner.calls.append("grammar" if grammar else batch.num_reqs)
-    return SamplerOutput(taken, None, None, num_sampled, num_sampled + 1), num_sampled, num_sampled + 1
+from dspark.vllm.patches import V2_RELEASES
 
 
 @pytest.fixture
 def runner(monkeypatch):
-    monkeypatch.setattr(v2_graph, "Recorder", Again)
-    Again.recorded = 0
-    return SimpleNamespace(
-        num_speculative_steps=K,
-        max_num_reqs=MOST,
-        vocab_size=VOCAB,
-        device=torch.device("cpu"),
-        rejection_sampler=SimpleNamespace(in_graphs=True),
-        cudagraph_manager=SimpleNamespace(hidden_states=torch.zeros(TOKENS, HIDDEN)),
-        parallel_config=SimpleNamespace(world_size=1),
-        batch_sharder=None,
-        lora_config=None,
-        sampler=SimpleNamespace(
-            compute_nans=False,
-            return_sampling_mask=False,
-            needs_logits_processing=np.zeros(MOST, dtype=bool),
-            sampling_states=SimpleNamespace(max_num_logprobs=lambda slots: runner_logprobs[slots].max()),
-        ),
-        buffers=SimpleNamespace(
-            input_ids=torch.zeros(TOKENS, dtype=torch.int32),
-            positions=torch.zeros(TOKENS, dtype=torch.int64),
-            seq_lens=torch.zeros(MOST, dtype=torch.int32),
-        ),
-        state=torch.arange(MOST) * 3,
-        calls=[],
-    )
+    monkeypatch.setattr(v2_graph, "Recorder", TapeRecorder)
+    monkeypatch.setattr(TapeRecorder, "recorded", 0)
+    runner = make_runner(monkeypatch)
+    for slot in range(MOST):
+        admit(runner, slot, temperature=slot % 2, seed=slot)
+    return runner
 
 
-runner_logprobs = np.full(MOST, -1)
+@pytest.fixture
+def sample():
+    return v2_graph.sampling_in_graphs(vllms_sample)
 
 
-def make_step(runner, generator, slots, padded, drafts=None):
-    """A step of vLLM's: hidden states and input batch; every request has K drafts unless stated."""
-    drafts = [K] * len(slots) if drafts is None else drafts
-    widths = np.array([count + 1 for count in drafts])
-    count, tokens, rows = len(slots), int(widths.sum()), padded * WIDTH
-    runner.cudagraph_manager.hidden_states.copy_(torch.randint(0, 99, (TOKENS, HIDDEN), generator=generator))
-    for name, buffer in vars(runner.buffers).items():
-        buffer.copy_(torch.randint(0, 9 if name == "seq_lens" else 50, buffer.shape, generator=generator))
-    starts = np.concatenate([[0], widths.cumsum()]).astype(np.int32)
-    values = dict.fromkeys(field.name for field in fields(InputBatch)) | {
-        "num_reqs": count,
-        "num_reqs_after_padding": padded,
-        "idx_mapping": torch.tensor(slots),
-        "idx_mapping_np": np.array(slots),
-        "expanded_idx_mapping": torch.tensor(np.repeat(slots, widths)),
-        "expanded_local_pos": torch.tensor(np.concatenate([np.arange(width) for width in widths]), dtype=torch.int32),
-        "num_tokens": tokens,
-        "num_draft_tokens": tokens - count,
-        "seq_lens": runner.buffers.seq_lens[:padded],
-        "input_ids": runner.buffers.input_ids[:rows],
-        "positions": runner.buffers.positions[:rows],
-        "logits_indices": torch.arange(tokens),
-        "cu_num_logits": torch.tensor(starts),
-        "cu_num_logits_np": starts,
-    }
-    return runner.cudagraph_manager.hidden_states[:rows], InputBatch(**values)
-
-
-def test_a_replayed_step_is_vllms(runner):
+def test_a_replayed_step_is_vllms(runner, sample):
     generator = torch.Generator().manual_seed(0)
-    sample = v2_graph.sampling_in_graphs(vllms_sample)
     earlier = []
     for slots, padded in [([2], 1), ([5, 1, 0], 4), ([4], 1), ([7, 3, 6, 2], 4), ([0, 1], 4), ([2, 7], 2), ([1, 6], 2)]:
-        hidden, batch = make_step(runner, generator, slots, padded)
-        expected = tensors(vllms_sample(runner, hidden, batch, None))
-        found = sample(runner, hidden, batch, None)
-        assert found[0].num_sampled is found[1]
-        for ours, theirs in zip(tensors(found), expected, strict=True):
-            assert torch.equal(ours, theirs)
+        found = check_step(runner, sample, make_step(runner, generator, slots, padded))
         earlier.append((found, [each.clone() for each in tensors(found)]))
-    assert Again.recorded == 3, "one graph a padded number of requests"
+    assert TapeRecorder.recorded == 3, "one graph a padded number of requests"
     for found, copies in earlier:
         assert all(map(torch.equal, tensors(found), copies)), "a later step has written into an earlier one's tokens"
 
 
-def test_graphs_for_numbers_of_tokens_take_the_same_way(runner):
+def random_params(generator, cuts):
+    """Of a request: temperature 0, 0.6 or 1, and where `cuts` any of min-p, top-k and top-p."""
+    choose = lambda *options: options[int(torch.randint(len(options), (), generator=generator))]  # noqa: E731
+    params = {"temperature": choose(0.0, 0.6, 1.0)}
+    params |= {"seed": int(torch.randint(1 << 40, (), generator=generator))} if choose(True, False) else {}
+    if cuts:
+        params |= {"min_p": choose(0.0, 0.0, 0.3), "top_k": choose(0, 0, 3, 9), "top_p": choose(1.0, 1.0, 0.4, 0.8)}
+    return params
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_steps_of_any_parameters_are_vllms(runner, sample, cuts):
+    """Requests come and go, so that slots, padding, parameters and kinds of steps change between replays."""
+    generator = torch.Generator().manual_seed(int(cuts))
+    for _ in range(150):
+        for slot in range(MOST):
+            if torch.rand((), generator=generator) < 0.1:
+                prompt_len = int(torch.randint(5, 45, (), generator=generator))
+                admit(runner, slot, prompt_len, **random_params(generator, cuts))
+        count = int(torch.randint(1, 5, (), generator=generator))
+        slots = torch.randperm(MOST, generator=generator)[:count].tolist()
+        check_step(runner, sample, make_step(runner, generator, slots, padded=1 << (count - 1).bit_length()))
+    kinds = set(runner._dspark_sample_graphs.recorded)
+    assert len(kinds) == TapeRecorder.recorded < 60, "most steps are replays"
+    assert {True, False} == {kind.processed for kind in kinds}
+    assert all(any(getattr(kind, stage) for kind in kinds) for stage in ("min_p", "top_k", "only_top_p")) == cuts
+
+
+def test_a_slot_that_is_used_again_has_its_new_request(runner, sample):
+    """vLLM writes parameters into buffers in turn; a graph with the address of one would take the earlier request's."""
+    generator = torch.Generator().manual_seed(5)
+    for prompt_len, params in [
+        (40, {"temperature": 0.6, "seed": 1}),
+        (5, {"temperature": 0.3, "seed": 2}),
+        (30, {"temperature": 0.9, "seed": 1}),
+        (6, {"temperature": 0.6, "seed": 3}),
+    ]:
+        admit(runner, 3, prompt_len, **params)
+        for _ in range(3):
+            check_step(runner, sample, make_step(runner, generator, [3], 1))
+    assert TapeRecorder.recorded == 1
+
+
+def test_vllms_parameters_stay_where_they_are(runner, sample):
+    states = runner.sampler.sampling_states
+    step = make_step(runner, torch.Generator().manual_seed(6), [3], 1)
+    before = states.temperature.gpu
+    sample(runner, *step, None)
+    assert states.temperature.gpu is before
+
+
+@pytest.mark.skipif(
+    version("vllm").split("+")[0] not in V2_RELEASES, reason="an earlier vLLM has no launches for rows with top-p alone"
+)
+def test_one_kind_is_one_sequence_of_launches(runner):
+    """The kind is computed from the same numbers as vLLM's decisions, and has to tell them apart."""
+    generator = torch.Generator().manual_seed(7)
+    launches: dict[v2_graph.Kind, list] = {}
+    for _ in range(300):
+        slots = torch.randperm(MOST, generator=generator)[: int(torch.randint(1, 4, (), generator=generator))].tolist()
+        for slot in slots:
+            admit(runner, slot, **random_params(generator, cuts=True))
+        hidden, batch = make_step(runner, generator, slots, 4)
+        vllms_sample(runner, hidden, batch, None)
+        kind = v2_graph.choose_stages(runner.sampler, batch.idx_mapping_np, 4)
+        assert launches.setdefault(kind, list(runner.launches)) == runner.launches
+    assert len(launches) > 12
+    assert len({str(each) for each in launches.values()}) == len(launches) == 20, "and no graph is recorded twice"
+
+
+def test_graphs_for_numbers_of_tokens_take_the_same_way(runner, sample):
     """Adaptive verification pads requests to what the tokens of a graph could hold; a part of a request is no row."""
     generator = torch.Generator().manual_seed(3)
-    sample = v2_graph.sampling_in_graphs(vllms_sample)
     for slots in ([5, 1], [0, 6]):
         hidden, batch = make_step(runner, generator, slots, 2)
         batch = replace(batch, num_reqs_after_padding=MOST, seq_lens=runner.buffers.seq_lens)
-        expected = tensors(vllms_sample(runner, hidden, batch, None))
-        assert all(map(torch.equal, tensors(sample(runner, hidden, batch, None)), expected))
-    assert Again.recorded == 1
+        check_step(runner, sample, (hidden, batch))
+    assert TapeRecorder.recorded == 1
     _, batch = make_step(runner, generator, [5, 1], 2)
     sample(runner, runner.cudagraph_manager.hidden_states[: 2 * WIDTH + 1], batch, None)
-    assert Again.recorded == 1
+    assert TapeRecorder.recorded == 1
 
 
 def refuse_grammar(runner, step):
     return step, "grammar"
-
-
-def refuse_logprobs(runner, step):
-    runner.sampler.sampling_states.max_num_logprobs = lambda slots: 3
-    return step, None
-
-
-def refuse_processing(runner, step):
-    runner.sampler.needs_logits_processing[5] = True
-    return step, None
 
 
 def refuse_other_hidden(runner, step):
@@ -182,32 +146,117 @@ def refuse_large(runner, step):
     return step, None
 
 
-@pytest.mark.parametrize(
-    "refuse",
-    [refuse_grammar, refuse_logprobs, refuse_processing, refuse_other_hidden, refuse_ranks, refuse_large],
-)
-def test_other_steps_take_vllms_way(runner, refuse):
+@pytest.mark.parametrize("refuse", [refuse_grammar, refuse_other_hidden, refuse_ranks, refuse_large])
+def test_other_steps_take_vllms_way(runner, sample, refuse):
     step, grammar = refuse(runner, make_step(runner, torch.Generator().manual_seed(1), [5, 1], 2))
-    v2_graph.sampling_in_graphs(vllms_sample)(runner, *step, grammar)
-    assert not Again.recorded
+    sample(runner, *step, grammar)
+    assert not TapeRecorder.recorded
     assert runner.calls == ["grammar" if grammar else 2]
 
 
-def test_a_step_with_missing_drafts_takes_vllms_way(runner):
-    hidden, batch = make_step(runner, torch.Generator().manual_seed(2), [5, 1], 2, drafts=[K, 1])
-    found = v2_graph.sampling_in_graphs(vllms_sample)(runner, hidden, batch, None)
-    assert not Again.recorded
-    assert all(map(torch.equal, tensors(found), tensors(vllms_sample(runner, hidden, batch, None))))
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logprobs": 3},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 2.0}},
+        {"allowed_token_ids": [1, 2]},
+        {"min_tokens": 4, "stop_token_ids": [3]},
+    ],
+)
+def test_requests_for_more_take_vllms_way(runner, monkeypatch, params):
+    """Only while such a request is in the batch."""
+    monkeypatch.setattr(runner.sampler, "apply_staged_writes", lambda: None)  # it has kernels for these
+    found = []
+    graphs = v2_graph.SampleGraphs(runner, vllms_sample)
+    admit(runner, 5, temperature=0.6, **params)
+    for slots in ([5, 1], [1, 3]):
+        found.append(graphs.kind(*make_step(runner, torch.Generator().manual_seed(1), slots, 2)))
+    assert found == [None, v2_graph.Kind(2)]
 
 
-def test_sampling_goes_on_where_nothing_can_be_captured(runner, monkeypatch, caplog):
+def test_bad_words_thinking_and_processors_of_others_take_vllms_way(runner):
+    sampler = runner.sampler
+    admit(runner, 2, temperature=0.6)
+    slots, others = np.array([2, 4]), np.array([2, 5])
+    known = v2_graph.choose_stages(sampler, slots, 2)
+    assert known == v2_graph.Kind(2, processed=True, temperature=True)
+    bad_words = sampler.logits_processors[2]
+    bad_words.num_bad_words.np[5] = 1
+    assert v2_graph.choose_stages(sampler, slots, 2) == known
+    assert v2_graph.choose_stages(sampler, others, 2) is None
+    bad_words.num_bad_words.np[5] = 0
+    thinking = SimpleNamespace(enabled=True, use_thinking_budget=np.arange(MOST) == 5)
+    sampler.thinking_budget_state = thinking
+    assert v2_graph.choose_stages(sampler, slots, 2) == known
+    assert v2_graph.choose_stages(sampler, others, 2) is None
+    thinking.enabled = False
+    assert v2_graph.choose_stages(sampler, others, 2) == known
+    sampler.logits_processors.append(type("Custom", (type(bad_words),), {})(None, sampler.req_states))
+    assert v2_graph.choose_stages(sampler, slots, 2) is None
+    assert v2_graph.choose_stages(sampler, np.array([1, 4]), 2) == v2_graph.Kind(2), "vLLM asks none of them here"
+
+
+def test_a_step_with_missing_drafts_takes_vllms_way(runner, sample):
+    step = make_step(runner, torch.Generator().manual_seed(2), [5, 1], 2, drafts=[K, 1])
+    check_step(runner, sample, step)
+    assert not TapeRecorder.recorded
+
+
+def test_sampling_goes_on_where_nothing_can_be_captured(runner, sample, monkeypatch):
     def fail(self, body):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(Again, "record", fail)
-    sample = v2_graph.sampling_in_graphs(vllms_sample)
-    for seed in range(3):
-        hidden, batch = make_step(runner, torch.Generator().manual_seed(seed), [3, 1], 4)
-        found = sample(runner, hidden, batch, None)
-        assert all(map(torch.equal, tensors(found), tensors(vllms_sample(runner, hidden, batch, None))))
-    assert runner._dspark_sample_graphs.enabled is False
+    generator = torch.Generator().manual_seed(4)
+    check_step(runner, sample, make_step(runner, generator, [3], 1))
+    monkeypatch.setattr(TapeRecorder, "record", fail)
+    for slots in ([3, 1], [3], [2, 1], [3, 1]):
+        check_step(runner, sample, make_step(runner, generator, slots, len(slots)))
+    graphs = runner._dspark_sample_graphs
+    assert set(graphs.recorded) == {v2_graph.Kind(1)}, "what is there goes on being replayed"
+    assert graphs.limit == 0
+
+
+def test_what_waits_for_the_device_is_not_captured(runner):
+    """Of the stand-in: it refuses what a capture would."""
+
+    def waiting(runner, hidden_states, batch, grammar):
+        sampled = vllms_sample(runner, hidden_states, batch, grammar)
+        assert int(sampled[1][0]) <= WIDTH
+        return sampled
+
+    sample = v2_graph.sampling_in_graphs(waiting)
+    check_step(runner, sample, make_step(runner, torch.Generator().manual_seed(8), [3], 1))
+    assert not TapeRecorder.recorded
+
+
+def test_the_number_of_graphs_is_bounded(runner, sample, monkeypatch):
+    monkeypatch.setattr(v2_graph, "MAX_GRAPHS", 2)
+    generator = torch.Generator().manual_seed(9)
+    for slots in ([1], [2, 3], [4, 5, 6], [3], [0, 1, 2, 3]):
+        check_step(runner, sample, make_step(runner, generator, slots, len(slots)))
+    assert set(runner._dspark_sample_graphs.recorded) == {v2_graph.Kind(1), v2_graph.Kind(2)}
+
+
+def test_changed_logits_are_a_second_copy(runner, monkeypatch):
+    monkeypatch.setattr(v2_graph, "MAX_LOGITS_BYTES", 2 * WIDTH * VOCAB * 4)
+    graphs = v2_graph.SampleGraphs(runner, vllms_sample)
+    admit(runner, 4, temperature=0.6)
+    found = [graphs.kind(*make_step(runner, torch.Generator(), slots, len(slots))) for slots in ([1, 2], [4], [1, 4])]
+    assert found == [v2_graph.Kind(2), v2_graph.Kind(1, processed=True, temperature=True), None]
+
+
+def test_buffers_that_vllm_replaces_are_kept(runner, sample, monkeypatch):
+    caches = SimpleNamespace(
+        _TRITON_BUFFER_CACHE={"key": torch.zeros(2)},
+        _TRITON_TABLE_CACHE={"device": (torch.zeros(3), torch.zeros(4))},
+        _TRITON_SPLIT_CACHE={"device": {"stats": torch.zeros(5), "parts": torch.zeros(6)}},
+    )
+    monkeypatch.setitem(sys.modules, "vllm.v1.sample.ops.topk_topp_triton", caches)
+    generator = torch.Generator().manual_seed(9)
+    sample(runner, *make_step(runner, generator, [1], 1), None)
+    caches._TRITON_BUFFER_CACHE["key"] = torch.zeros(7)
+    sample(runner, *make_step(runner, generator, [1, 2], 2), None)
+    kept = runner._dspark_sample_graphs.kept.values()
+    assert sorted(len(each) for each in kept) == [2, 3, 4, 5, 6, 7]
