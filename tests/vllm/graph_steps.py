@@ -1,4 +1,4 @@
-"""Steps of a V2 runner on a CPU, for graphs: vLLM's sampler, requests that come and go, and sampling in torch operations
+"""Steps of a V2 runner on a CPU, for graphs: vLLM's sampler, requests that come and go, sampling in torch operations
 that reads everything that vLLM's reads.
 
 Logits are small integers and noise is integer hashing, so that numbers do not depend on how many rows are computed at a
