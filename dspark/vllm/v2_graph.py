@@ -1,10 +1,11 @@
-"""One CUDA graph from the target's last hidden states to the tokens of a step, where vLLM launches kernel by kernel.
+"""One CUDA graph from the target's last hidden states to the drafter's graph, where vLLM launches kernel by kernel.
 
 vLLM captures the target and the drafter. What stands between them, the output head, the gathering of drafts,
-verification and its bookkeeping, is launched from Python in every step; with a small target the host is what a step
-waits for, and not the GPU. A step in which every request has all K drafts is the same launches on the same buffers
-whatever it holds, but for the requests' slots and parameters, and can be replayed. Which of temperature, min-p, top-k
-and top-p vLLM launches is decided on the host from the batch: there is a graph for each of these choices.
+verification and its bookkeeping, and where possible the drafter's inputs (`v2_tail`), is launched from Python in every
+step; with a small target the host is what a step waits for, and not the GPU. A step in which every request has all K
+drafts is the same launches on the same buffers whatever it holds, but for the requests' slots and parameters, and can
+be replayed. Which of temperature, min-p, top-k and top-p vLLM launches is decided on the host from the batch: there is
+a graph for each of these choices and each number of requests.
 
 Everything else takes vLLM's way: steps with prompts or missing drafts, grammars, log-probabilities, several ranks, and
 what vLLM does to logits before temperature: penalties, bad words, logit bias, allowed tokens, minimal lengths, thinking
@@ -28,6 +29,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
+from dspark.vllm.v2_tail import Tail, can_have_tail
+
 logger = init_logger("vllm.dspark")
 
 # Graphs share memory for the logits of one step, and a second copy where parameters change them, which vLLM has not set
@@ -46,7 +49,8 @@ class Kind(NamedTuple):
     """What the host decides for a step: a graph holds these launches and no others.
 
     Attributes:
-        requests: how many, padding included.
+        requests: how many.
+        buffers: where the step's inputs are.
         processed: whether logits are copied and changed at all; with False, none of the others is set.
         temperature: some request's is neither 0 nor 1.
         min_p, top_k, top_p: some request has one.
@@ -54,12 +58,21 @@ class Kind(NamedTuple):
     """
 
     requests: int
+    buffers: tuple[int, ...] = ()
     processed: bool = False
     temperature: bool = False
     min_p: bool = False
     top_k: bool = False
     top_p: bool = False
     only_top_p: bool = False
+
+
+class Recorded(NamedTuple):
+    """A graph: what replays it, its outputs, and the drafter's graph whose inputs it prepares, if it does."""
+
+    replay: Callable[[], None]
+    sampled: Sampled
+    drafting: Any
 
 
 class SampleGraphs:
@@ -75,10 +88,11 @@ class SampleGraphs:
         self.row_starts = torch.arange(0, (most + 1) * self.width, self.width, dtype=torch.int32, device=device)
         self.slots = torch.zeros(most, dtype=torch.int64, device=device)
         self.parameters = Parameters(runner.sampler)
+        self.tail = Tail(runner) if can_have_tail(runner) else None
         self.recorder = Recorder(device)
-        self.recorded: dict[Kind, tuple[Callable[[], None], Sampled]] = {}
+        self.recorded: dict[Kind, Recorded] = {}
         self.kept: dict[int, torch.Tensor] = {}
-        self.limit = MAX_GRAPHS
+        self.limit, self.records_tail = MAX_GRAPHS, self.tail is not None
 
     def sample(self, hidden_states: torch.Tensor, batch: Any) -> Sampled | None:
         """Contract of vLLM's method without a grammar; None if this step must take vLLM's way.
@@ -91,72 +105,69 @@ class SampleGraphs:
         known = self.recorded.get(kind) if kind is not None else None
         if kind is None or (known is None and len(self.recorded) >= self.limit):
             return None
-        count = batch.num_reqs
-        self.slots[:count].copy_(batch.idx_mapping)
+        self.slots[: kind.requests].copy_(batch.idx_mapping)
         self.parameters.update()
         if known is None:
+            drafting = self.tail.drafting(kind.requests) if self.tail is not None and self.records_tail else None
             # The step itself, one by one, which also compiles what the graph will hold.
-            sampled = self.run(hidden_states, batch)
-            self.record(kind, hidden_states, batch)
+            sampled = self.run(hidden_states, batch, drafting)
+            self.record(kind, hidden_states, batch, drafting)
         else:
-            replay, sampled = known
+            replay, sampled, drafting = known
             replay()
         output, num_sampled, num_rejected = sampled
-        # vLLM copies a step's tokens to the host while the next step may be running.
-        num_sampled, num_rejected = num_sampled[:count].clone(), num_rejected[:count].clone()
-        tokens = output.sampled_token_ids[:count].clone()
+        # vLLM copies these to the host while the next step may be running.
+        tokens, num_sampled = output.sampled_token_ids.clone(), num_sampled.clone()
         output = replace(output, sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected)
+        if self.tail is not None and drafting is not None:
+            self.tail.has_run(batch, num_sampled, drafting)
         return output, num_sampled, num_rejected
 
     def kind(self, hidden_states: torch.Tensor, batch: Any) -> Kind | None:
         """Which graph computes this step; None if none does."""
         sampler, slots = self.runner.sampler, batch.idx_mapping_np
-        count, rows = batch.num_reqs, len(hidden_states)
+        count = batch.num_reqs
+        rows = count * self.width
         full = (
             hidden_states.data_ptr() == self.runner.cudagraph_manager.hidden_states.data_ptr()
-            and rows % self.width == 0
-            and rows <= len(self.rows)
-            and batch.num_tokens == count * self.width
-            and batch.num_draft_tokens == count * (self.width - 1)
+            and batch.num_tokens == rows
+            and batch.num_draft_tokens == rows - count
         )
         if not full or sampler.sampling_states.max_num_logprobs(slots) != NO_LOGPROBS:
             return None
-        kind = choose_stages(sampler, slots, rows // self.width)
+        kind = choose_stages(sampler, slots)
         if kind is None or rows * self.runner.vocab_size * (8 if kind.processed else 4) > MAX_LOGITS_BYTES:
             return None
-        return kind
+        inputs = batch.input_ids, batch.positions, batch.seq_lens, batch.query_start_loc
+        return kind._replace(buffers=tuple(each.data_ptr() for each in inputs))
 
-    def run(self, hidden_states: torch.Tensor, batch: Any) -> Sampled:
-        """vLLM's method on the whole padded batch, of buffers that stay where they are."""
-        rows = len(hidden_states)
-        padded = rows // self.width
-        # What is read on the host: with another slot in the padding, the launches could be other ones.
-        slots_np = np.full(padded, batch.idx_mapping_np[0], batch.idx_mapping_np.dtype)
-        slots_np[: batch.num_reqs] = batch.idx_mapping_np
-        slots = self.slots[:padded]
+    def run(self, hidden_states: torch.Tensor, batch: Any, drafting: Any) -> Sampled:
+        """vLLM's method, and the tail if a drafter's graph follows, of buffers that stay where they are."""
+        count, rows = batch.num_reqs, batch.num_tokens
+        slots = self.slots[:count]
         fixed = replace(
             batch,
-            num_reqs=padded,
-            num_tokens=rows,
-            num_draft_tokens=rows - padded,
             idx_mapping=slots,
-            idx_mapping_np=slots_np,
-            expanded_idx_mapping=slots[:, None].expand(padded, self.width).reshape(-1),
+            expanded_idx_mapping=slots[:, None].expand(count, self.width).reshape(-1),
             expanded_local_pos=self.local_pos[:rows],
             logits_indices=self.rows[:rows],
-            cu_num_logits=self.row_starts[: padded + 1],
-            cu_num_logits_np=np.arange(0, rows + 1, self.width, dtype=np.int32),
+            cu_num_logits=self.row_starts[: count + 1],
         )
         with self.parameters.in_place():
-            return self.vllms_own(self.runner, hidden_states, fixed, None)
+            sampled = self.vllms_own(self.runner, hidden_states, fixed, None)
+            if self.tail is not None and drafting is not None:
+                self.tail.run(hidden_states, fixed, sampled)
+        return sampled
 
-    def record(self, kind: Kind, hidden_states: torch.Tensor, batch: Any) -> None:
-        """Capture the graph of this kind of step; without it, such steps take vLLM's way."""
+    def record(self, kind: Kind, hidden_states: torch.Tensor, batch: Any, drafting: Any) -> None:
+        """Capture the graph of this kind of step; if that fails, others are without a tail, and then there are none."""
         try:
-            self.recorded[kind] = self.recorder.record(lambda: self.run(hidden_states, batch))
+            replay, sampled = self.recorder.record(lambda: self.run(hidden_states, batch, drafting))
+            self.recorded[kind] = Recorded(replay, sampled, drafting)
         except RuntimeError as error:
-            self.limit = 0
-            logger.warning("dspark: sampling could not be captured in a CUDA graph and is launched instead: %s", error)
+            what = "sampling" if drafting is None else "what prepares the drafter's graph"
+            self.records_tail, self.limit = False, 0 if drafting is None else self.limit
+            logger.warning("dspark: %s could not be captured in a CUDA graph and is launched instead: %s", what, error)
         self.kept |= {tensor.data_ptr(): tensor for tensor in truncation_buffers()}
 
 
@@ -194,10 +205,10 @@ class Parameters:
                 each.gpu = gpu
 
 
-def choose_stages(sampler: Any, slots: np.ndarray, requests: int) -> Kind | None:
+def choose_stages(sampler: Any, slots: np.ndarray) -> Kind | None:
     """What vLLM's `Sampler.apply_sampling_params` launches for these slots; None if some of it is not for graphs."""
     if not sampler.needs_logits_processing[slots].any():
-        return Kind(requests)
+        return Kind(len(slots))
     thinking = sampler.thinking_budget_state
     others = any(may_act(each, slots) for each in sampler.logits_processors)
     if others or (thinking.enabled and thinking.use_thinking_budget[slots].any()):
@@ -206,7 +217,7 @@ def choose_stages(sampler: Any, slots: np.ndarray, requests: int) -> Kind | None
     temperature, top_p = states.temperature.np[slots], states.top_p.np[slots]
     has_top_k, has_top_p = states.top_k.np[slots] != states.vocab_size, top_p != 1.0
     return Kind(
-        requests,
+        len(slots),
         processed=True,
         temperature=bool(((temperature != 0.0) & (temperature != 1.0)).any()),
         min_p=bool((states.min_p.np[slots] != 0.0).any()),
@@ -289,4 +300,5 @@ def can_use_graphs(runner: Any) -> bool:
         and runner.lora_config is None
         and not sampler.compute_nans
         and not sampler.return_sampling_mask
+        and runner.aux_output_connector is None
     )

@@ -80,6 +80,20 @@ def define_kernels(patch, launches):
     patch.setattr(states, "apply_top_k_top_p", apply_top_k_top_p)
 
 
+class OnHost(np.ndarray):
+    """A tensor on the host where all others are on the device: reading it waits for nothing."""
+
+    def numpy(self):
+        return np.asarray(self)
+
+
+class NoTail:
+    """A model's state that is advanced by every step, as recurrent ones are: only sampling is in the graph."""
+
+    def postprocess_state(self, slots, num_sampled, num_computed_tokens):
+        raise AssertionError
+
+
 def make_runner(patch, processors=()):
     """A runner of which only sampling is there."""
     patch.setattr(buffer_utils, "is_uva_available", lambda: False)
@@ -100,11 +114,15 @@ def make_runner(patch, processors=()):
         parallel_config=SimpleNamespace(world_size=1),
         batch_sharder=None,
         lora_config=None,
+        aux_output_connector=None,
+        model_state=NoTail(),
+        speculator=None,
         sampler=Sampler(config, MOST, VOCAB, device, requests, custom_logits_processors=processors),
         buffers=SimpleNamespace(
             input_ids=torch.zeros(TOKENS, dtype=torch.int32),
             positions=torch.zeros(TOKENS, dtype=torch.int64),
             seq_lens=torch.zeros(MOST, dtype=torch.int32),
+            query_start_loc=torch.zeros(MOST + 1, dtype=torch.int32),
         ),
         launches=launches,
         calls=[],
@@ -131,6 +149,7 @@ def make_step(runner, generator, slots, padded, drafts=None):
         high = VOCAB if name == "input_ids" else 50
         buffer.copy_(torch.randint(0, high, buffer.shape, generator=generator))
     starts = np.concatenate([[0], widths.cumsum()]).astype(np.int32)
+    runner.buffers.query_start_loc[: count + 1] = torch.tensor(starts)
     values = dict.fromkeys(field.name for field in fields(InputBatch)) | {
         "num_reqs": count,
         "num_reqs_after_padding": padded,
@@ -140,8 +159,10 @@ def make_step(runner, generator, slots, padded, drafts=None):
         "expanded_local_pos": torch.tensor(np.concatenate([np.arange(width) for width in widths]), dtype=torch.int32),
         "num_tokens": tokens,
         "num_draft_tokens": tokens - count,
+        "num_scheduled_tokens": widths,
+        "query_start_loc": runner.buffers.query_start_loc[: padded + 1],
         "seq_lens": runner.buffers.seq_lens[:padded],
-        "seq_lens_cpu_upper_bound": torch.zeros(padded, dtype=torch.int32),
+        "seq_lens_cpu_upper_bound": np.zeros(padded, np.int32).view(OnHost),
         "input_ids": runner.buffers.input_ids[:rows],
         "positions": runner.buffers.positions[:rows],
         "logits_indices": torch.arange(tokens),

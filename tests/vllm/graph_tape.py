@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
+WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal")
 
 
 class Tape(TorchDispatchMode):
@@ -17,6 +17,7 @@ class Tape(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.operations = []
+        self.overwritten = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         masks = func.overloadpacket is torch.ops.aten.index and any(
@@ -24,19 +25,36 @@ class Tape(TorchDispatchMode):
         )
         if masks or func.overloadpacket.__name__ in WAITING:
             raise RuntimeError(f"{func} waits for the device, which no capture allows")
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                target = args[place] if place < len(args) else kwargs[argument.name]
+                self.overwritten.append((target, target.clone()))
         outputs = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, outputs))
         return outputs
 
+    def undo(self):
+        """Capturing computes nothing: what was there before the block is there again."""
+        for target, before in reversed(self.overwritten):
+            target.copy_(before)
+
     def play(self):
         for func, args, kwargs, outputs in self.operations:
-            aliases = [each.alias_info for each in func._schema.returns]
-            if aliases and all(each is not None and not each.is_write for each in aliases):
-                continue  # a view goes on showing what it has shown
-            again = func(*args, **kwargs)
-            if not any(each is not None and each.is_write for each in aliases):
-                for old, new in zip(tree_leaves(outputs), tree_leaves(again), strict=True):
+            if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
+                func(*args, **kwargs)
+                continue
+            read = places((args, kwargs))
+            if not places(outputs) <= read:  # or it is a view, which goes on showing what it has shown
+                for old, new in zip(tensors(outputs), tensors(func(*args, **kwargs)), strict=True):
                     old.copy_(new)
+
+
+def tensors(tree):
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def places(tree):
+    return {each.untyped_storage().data_ptr() for each in tensors(tree)}
 
 
 class TapeRecorder:
@@ -49,8 +67,12 @@ class TapeRecorder:
 
     def record(self, body):
         """What replays `body`, and its outputs, which hold nothing before the first replay."""
-        with Tape() as tape:
-            outputs = body()
+        tape = Tape()
+        try:
+            with tape:
+                outputs = body()
+        finally:
+            tape.undo()
         TapeRecorder.recorded += 1
         for tensor in (outputs[0].sampled_token_ids, *outputs[1:]):
             tensor.fill_(-7)
