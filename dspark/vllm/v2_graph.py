@@ -86,7 +86,7 @@ class SampleGraphs:
         rows = torch.arange(most * self.width, device=device)
         self.rows, self.local_pos = rows, (rows % self.width).to(torch.int32)
         self.row_starts = torch.arange(0, (most + 1) * self.width, self.width, dtype=torch.int32, device=device)
-        self.slots = torch.zeros(most, dtype=torch.int64, device=device)
+        self.slots, self.slots_np = torch.zeros(most, dtype=torch.int64, device=device), np.zeros(0, np.int64)
         self.parameters = Parameters(runner.sampler)
         self.tail = Tail(runner) if can_have_tail(runner) else None
         self.recorder = Recorder(device)
@@ -105,7 +105,9 @@ class SampleGraphs:
         known = self.recorded.get(kind) if kind is not None else None
         if kind is None or (known is None and len(self.recorded) >= self.limit):
             return None
-        self.slots[: kind.requests].copy_(batch.idx_mapping)
+        if not np.array_equal(self.slots_np, batch.idx_mapping_np):
+            self.slots_np = batch.idx_mapping_np.copy()
+            self.slots[: kind.requests].copy_(batch.idx_mapping)
         self.parameters.update()
         if known is None:
             drafting = self.tail.drafting(kind.requests) if self.tail is not None and self.records_tail else None
@@ -152,6 +154,7 @@ class SampleGraphs:
             expanded_local_pos=self.local_pos[:rows],
             logits_indices=self.rows[:rows],
             cu_num_logits=self.row_starts[: count + 1],
+            cu_num_logits_np=np.arange(0, rows + 1, self.width, dtype=np.int32),
         )
         with self.parameters.in_place():
             sampled = self.vllms_own(self.runner, hidden_states, fixed, None)
