@@ -11,8 +11,8 @@ each behind its own gate or recurrence: computed wrongly, its drafts are rejecte
 And the law: LAW_REQUESTS requests of one prompt at temperature 1, each with its own seed. For each of their tokens the
 counts are compared with those of plain decoding, by a chi-square statistic turned into standard errors (Wilson and
 Hilferty); above MAX_Z is a failure, which happens by chance about once in 30000. "+topk" drafts from the 16 best base
-logits of each row, "+fp8" with W2 in 8 bits: both change q, and may not change the law. "+graph" replays a step's
-verification in a CUDA graph as well.
+logits of each row, "+fp8" with W2 in 8 bits: both change q, and may not change the law. "+launched" launches
+what is otherwise in the graph of sampling.
 """
 
 import argparse
@@ -34,7 +34,7 @@ NUM_DRAFTS, NUM_TOKENS = 5, 64
 VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"speculative_config": {"dspark_draft_topk": 16}},
     "fp8": {"additional_config": {"dspark": {"w2": "fp8"}}},
-    "graph": {"additional_config": {"dspark": {"sampling_graph": True}}},
+    "launched": {"additional_config": {"dspark": {"sampling_graph": False}}},
 }
 LAW_REQUESTS, LAW_TOKENS, LAW_PROMPT = 2000, 4, [7, 11, 13, 17]
 FEW = 40  # tokens seen less often in both samples together are counted as one

@@ -86,8 +86,10 @@ class SampleGraphs:
         rows = torch.arange(most * self.width, device=device)
         self.rows, self.local_pos = rows, (rows % self.width).to(torch.int32)
         self.row_starts = torch.arange(0, (most + 1) * self.width, self.width, dtype=torch.int32, device=device)
-        self.slots, self.slots_np = torch.zeros(most, dtype=torch.int64, device=device), np.zeros(0, np.int64)
+        self.slots, self.slots_held = torch.zeros(most, dtype=torch.int64, device=device), b""
         self.parameters = Parameters(runner.sampler)
+        self.deciding = arrays_deciding(runner.sampler)
+        self.decided: tuple[list[bytes], Kind | None] = [], None
         self.tail = Tail(runner) if can_have_tail(runner) else None
         self.recorder = Recorder(device)
         self.recorded: dict[Kind, Recorded] = {}
@@ -105,8 +107,9 @@ class SampleGraphs:
         known = self.recorded.get(kind) if kind is not None else None
         if kind is None or (known is None and len(self.recorded) >= self.limit):
             return None
-        if not np.array_equal(self.slots_np, batch.idx_mapping_np):
-            self.slots_np = batch.idx_mapping_np.copy()
+        slots = batch.idx_mapping_np.tobytes()
+        if slots != self.slots_held:
+            self.slots_held = slots
             self.slots[: kind.requests].copy_(batch.idx_mapping)
         self.parameters.update()
         if known is None:
@@ -127,7 +130,6 @@ class SampleGraphs:
 
     def kind(self, hidden_states: torch.Tensor, batch: Any) -> Kind | None:
         """Which graph computes this step; None if none does."""
-        sampler, slots = self.runner.sampler, batch.idx_mapping_np
         count = batch.num_reqs
         rows = count * self.width
         full = (
@@ -135,13 +137,20 @@ class SampleGraphs:
             and batch.num_tokens == rows
             and batch.num_draft_tokens == rows - count
         )
-        if not full or sampler.sampling_states.max_num_logprobs(slots) != NO_LOGPROBS:
-            return None
-        kind = choose_stages(sampler, slots)
+        kind = self.stages(batch.idx_mapping_np) if full else None
         if kind is None or rows * self.runner.vocab_size * (8 if kind.processed else 4) > MAX_LOGITS_BYTES:
             return None
         inputs = batch.input_ids, batch.positions, batch.seq_lens, batch.query_start_loc
         return kind._replace(buffers=tuple(each.data_ptr() for each in inputs))
+
+    def stages(self, slots: np.ndarray) -> Kind | None:
+        """`choose_stages`, remembered while the batch and what it decides by are the same."""
+        known, kind = self.decided
+        now = [slots.tobytes(), *(each.tobytes() for each in self.deciding)]
+        if known != now:
+            kind = choose_stages(self.runner.sampler, slots)
+            self.decided = now, kind
+        return kind
 
     def run(self, hidden_states: torch.Tensor, batch: Any, drafting: Any) -> Sampled:
         """vLLM's method, and the tail if a drafter's graph follows, of buffers that stay where they are."""
@@ -186,14 +195,15 @@ class Parameters:
         sampled = [states.temperature, states.seeds, states.min_p, states.top_k, states.top_p]
         self.vllms = [*sampled, sampler.req_states.prefill_len]
         self.own = [torch.empty_like(each.gpu) for each in self.vllms]
-        self.known: list[np.ndarray | None] = [None] * len(self.vllms)
+        self.known = [b""] * len(self.vllms)
 
     def update(self) -> None:
         """Copy those that changed since the last call; the host has the same numbers to compare."""
         for place, (vllms, own, known) in enumerate(zip(self.vllms, self.own, self.known, strict=True)):
-            if known is None or not np.array_equal(known, vllms.np):
+            now = vllms.np.tobytes()
+            if known != now:
                 own.copy_(vllms.gpu, non_blocking=True)
-                self.known[place] = vllms.np.copy()
+                self.known[place] = now
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -209,14 +219,17 @@ class Parameters:
 
 
 def choose_stages(sampler: Any, slots: np.ndarray) -> Kind | None:
-    """What vLLM's `Sampler.apply_sampling_params` launches for these slots; None if some of it is not for graphs."""
+    """What vLLM launches for the sampling parameters of these slots; None if some of it is not for graphs."""
+    states, thinking = sampler.sampling_states, sampler.thinking_budget_state
+    if states.max_num_logprobs(slots) != NO_LOGPROBS:
+        return None
     if not sampler.needs_logits_processing[slots].any():
         return Kind(len(slots))
-    thinking = sampler.thinking_budget_state
-    others = any(may_act(each, slots) for each in sampler.logits_processors)
-    if others or (thinking.enabled and thinking.use_thinking_budget[slots].any()):
+    acting = [slots_acted_on(each) for each in sampler.logits_processors]
+    if any(each is None or each[slots].any() for each in acting):
         return None
-    states = sampler.sampling_states
+    if thinking.enabled and thinking.use_thinking_budget[slots].any():
+        return None
     temperature, top_p = states.temperature.np[slots], states.top_p.np[slots]
     has_top_k, has_top_p = states.top_k.np[slots] != states.vocab_size, top_p != 1.0
     return Kind(
@@ -230,15 +243,23 @@ def choose_stages(sampler: Any, slots: np.ndarray) -> Kind | None:
     )
 
 
-def may_act(processor: Any, slots: np.ndarray) -> bool:
-    """Whether a stage before temperature could launch for these slots; one that is not vLLM's own could."""
+def arrays_deciding(sampler: Any) -> list[np.ndarray]:
+    """All that `choose_stages` reads, by slot."""
+    states, thinking = sampler.sampling_states, sampler.thinking_budget_state
+    values = [each.np for each in (states.temperature, states.min_p, states.top_k, states.top_p)]
+    flags = [slots_acted_on(each) for each in sampler.logits_processors]
+    flags.append(thinking.use_thinking_budget if thinking.enabled else None)
+    known = [each for each in flags if each is not None]
+    return [sampler.needs_logits_processing, states.num_logprobs, *known]
+
+
+def slots_acted_on(processor: Any) -> np.ndarray | None:
+    """Where a stage before temperature launches: the entries that are not 0. None for one that is not vLLM's own."""
     if type(processor) is LogitBiasState:
-        return bool(processor.use_logit_bias[slots].any())
+        return processor.use_logit_bias
     if type(processor) is PenaltiesState:
-        return bool(processor.use_penalty[slots].any())
-    if type(processor) is BadWordsState:
-        return bool(processor.num_bad_words.np[slots].any())
-    return True
+        return processor.use_penalty
+    return processor.num_bad_words.np if type(processor) is BadWordsState else None
 
 
 def truncation_buffers() -> list[torch.Tensor]:

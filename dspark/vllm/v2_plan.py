@@ -14,8 +14,8 @@ is given back. Our own options stand in vLLM's `additional_config`, under "dspar
     chain         "kernels", "reference" (their definition in PyTorch, slow and without CUDA graphs), or "vllm" (vLLM's
                   own loop)
     verification  "kernels", or "vllm"
-    sampling_graph  true: the head and the verification of a full step are one CUDA graph (`v2_graph`); tested on CPUs,
-                  it has not run on a GPU yet
+    sampling_graph  false: what stands between the target's pass and the drafter's is launched from Python in every
+                  step; by default it is one CUDA graph (`v2_graph`)
     check_ranks   true: after every step all tensor-parallel ranks compare their drafts and emitted tokens
 
 What vLLM's own loop must do (watermarks, float64 noise, the acceptance estimator) it does, where it computes the
@@ -57,7 +57,7 @@ class Options:
     w2: W2 = "checkpoint"
     chain: Chain = "kernels"
     verification: Verifier = "kernels"
-    sampling_graph: bool = False
+    sampling_graph: bool = True
     check_ranks: bool = False
 
     @classmethod
