@@ -250,7 +250,7 @@ def arrays_deciding(sampler: Any) -> list[np.ndarray]:
     flags = [slots_acted_on(each) for each in sampler.logits_processors]
     flags.append(thinking.use_thinking_budget if thinking.enabled else None)
     known = [each for each in flags if each is not None]
-    return [sampler.needs_logits_processing, states.num_logprobs, *known]
+    return [sampler.needs_logits_processing, states.num_logprobs, *values, *known]
 
 
 def slots_acted_on(processor: Any) -> np.ndarray | None:
