@@ -196,16 +196,16 @@ def test_a_request_that_changes_its_mind_about_anything_is_seen(runner):
     """What is remembered of a batch is forgotten with each of the numbers that it depends on."""
     step = make_step(runner, torch.Generator().manual_seed(1), [5, 1], 2)
     graphs = v2_graph.SampleGraphs(runner, vllms_sample)
-    for params in [
-        {"temperature": 0.6}, {"temperature": 1.0, "logprobs": 3}, {"temperature": 0.6, "presence_penalty": 0.5},
-        {"temperature": 0.6, "repetition_penalty": 1.1}, {"temperature": 0.6, "logit_bias": {3: 2.0}},
-        {"temperature": 0.6, "min_p": 0.1}, {"temperature": 0.6, "top_k": 3}, {"temperature": 0.6, "top_p": 0.3},
-        {"temperature": 0.6, "top_p": 0.3, "top_k": 3}, {"temperature": 0.0},
-    ]:  # fmt: skip
-        admit(runner, 5, seed=1, **params)
-        for _ in range(2):
-            found, expected = graphs.kind(*step), v2_graph.choose_stages(runner.sampler, np.array([5, 1]))
-            assert (found and found._replace(buffers=())) == expected
+    changes = [
+        {"logprobs": 3}, {"presence_penalty": 0.5}, {"logit_bias": {3: 2.0}}, {"min_p": 0.1}, {"top_k": 3},
+        {"top_p": 0.3}, {"top_p": 0.3, "top_k": 3}, {"temperature": 1.0}, {"temperature": 0.0},
+    ]  # fmt: skip
+    for change in changes:
+        for params in ({}, change):
+            admit(runner, 5, **({"temperature": 0.6, "seed": 1} | params))
+            for _ in range(2):
+                found, expected = graphs.kind(*step), v2_graph.choose_stages(runner.sampler, np.array([5, 1]))
+                assert (found and found._replace(buffers=())) == expected
 
 
 def test_bad_words_thinking_and_processors_of_others_take_vllms_way(runner):
