@@ -94,8 +94,8 @@ def without_replay(manager: Any) -> Iterator[None]:
 
 
 def can_have_tail(runner: Any) -> bool:
-    """Whether the tail of this runner's steps is launches alone: no estimator, watermarks, balancing of experts or
-    recurrent states, and no attention metadata of the drafter's that the host would build."""
+    """Whether the tail of this runner's steps is launches alone: no estimator, watermarks, balancing of experts, other
+    ranks or recurrent states, and no attention metadata of the drafter's that the host would build."""
     speculator = runner.speculator
     return (
         type(runner.model_state).postprocess_state is ModelState.postprocess_state
@@ -105,4 +105,5 @@ def can_have_tail(runner: Any) -> bool:
         and speculator.acceptance_estimator is None
         and speculator.draft_watermarker is None
         and speculator.eplb_state is None
+        and speculator.dp_size == 1
     )

@@ -343,6 +343,7 @@ def test_more_requests_than_the_drafter_has_graphs_for(pair):
         ("speculator", "acceptance_estimator", object()),
         ("speculator", "draft_watermarker", object()),
         ("speculator", "eplb_state", object()),
+        ("speculator", "dp_size", 2),
         ("speculator", "query_cudagraph_manager", None),
         ("cudagraph_manager", "use_aux_hidden_state_outputs", False),
     ],
