@@ -12,6 +12,7 @@ Source: DeepSpec, modeling/dspark, whose Qwen3 drafter also gives modules and te
 causality also speculators, models/dspark.
 """
 
+from collections.abc import Sequence
 from functools import cache as memoize
 from typing import cast
 
@@ -43,7 +44,7 @@ class RMSNorm(nn.Module):
 
 
 @memoize
-def inverse_frequencies(config: DrafterConfig) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(config: DrafterConfig, device: torch.device) -> tuple[torch.Tensor, float]:
     """Rotary frequencies and the factor on cos and sin (other than 1 for YaRN).
 
     Returns:
@@ -53,7 +54,7 @@ def inverse_frequencies(config: DrafterConfig) -> tuple[torch.Tensor, float]:
     rope = config.rope
     if rope.rope_type == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        return rope.theta**-exponents, 1.0
+        return (rope.theta**-exponents).to(device), 1.0
     described = Qwen3Config(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -62,7 +63,7 @@ def inverse_frequencies(config: DrafterConfig) -> tuple[torch.Tensor, float]:
         rope_parameters={"rope_type": rope.rope_type, "rope_theta": rope.theta, **dict(rope.scaling)},
     )
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope.rope_type](described, torch.device("cpu"))
-    return frequencies.double(), float(attention_factor)
+    return frequencies.double().to(device), float(attention_factor)
 
 
 def rotary_tables(
@@ -73,8 +74,8 @@ def rotary_tables(
     Angles are formed in float64: at position 30,000 float32 would already be wrong in the third decimal of the fastest
     frequency.
     """
-    frequencies, factor = inverse_frequencies(config)
-    angles = positions[..., None, None].double() * frequencies.to(positions.device)
+    frequencies, factor = inverse_frequencies(config, positions.device)
+    angles = positions[..., None, None].double() * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
@@ -188,21 +189,22 @@ class Backbone(nn.Module):
         """Fuse target states: [B, T, num_taps * target_hidden] of any float dtype -> [B, T, hidden]."""
         return self.hidden_norm(self.fc(taps.to(self.dtype)))
 
-    def write_context(self, cache: RaggedKV, taps: torch.Tensor, row_mask: torch.Tensor) -> None:
+    def write_context(self, cache: RaggedKV, taps: torch.Tensor, num_rows: Sequence[int]) -> None:
         """Store context keys and values of newly committed tokens behind the cached ones (the caller advances the
         cache).
 
         Args:
             cache: context of B requests.
             taps: [B, T, num_taps * target_hidden], row t of request b belongs to position `cache.lengths[b] + t`.
-            row_mask: [B, T] bool, True = committed. Rejected rows are not stored.
+            num_rows: [B], how many of the T = max(num_rows) rows were committed. Rejected rows are not stored.
         """
         features = self.context_features(taps)
+        place = cache.place(num_rows)
         positions = cache.lengths[:, None] + torch.arange(taps.shape[1], device=taps.device)
         cos, sin = rotary_tables(self.config, positions, self.dtype)
         for index, layer in enumerate(self.draft_layers):
             keys, values = layer.self_attn.keys_values(features, cos, sin)
-            cache.write(index, keys, values, row_mask)
+            cache.write(index, keys, values, place)
 
     def forward_block(self, cache: RaggedKV, embedded: torch.Tensor) -> torch.Tensor:
         """One pass over the block.
@@ -218,6 +220,7 @@ class Backbone(nn.Module):
         num_rows = embedded.shape[1]
         positions = cache.lengths[:, None] + torch.arange(num_rows, device=embedded.device)
         cos, sin = rotary_tables(self.config, positions, self.dtype)
+        masks = {each: block_mask(cache.lengths, cache.max_length, num_rows, each) for each in set(self.config.layers)}
         x = embedded
         for index, (layer, settings) in enumerate(zip(self.draft_layers, self.config.layers, strict=True)):
             normed = layer.input_layernorm(x)
@@ -226,8 +229,7 @@ class Backbone(nn.Module):
                 context_keys, context_values = cache.read(index, cache.max_length)
                 keys = torch.cat([context_keys.transpose(1, 2), keys], dim=1)
                 values = torch.cat([context_values.transpose(1, 2), values], dim=1)
-            mask = block_mask(cache.lengths, cache.max_length, num_rows, settings)
-            x = x + layer.self_attn.attend(layer.self_attn.queries(normed, cos, sin), keys, values, mask)
+            x = x + layer.self_attn.attend(layer.self_attn.queries(normed, cos, sin), keys, values, masks[settings])
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 

@@ -7,10 +7,20 @@ The target's cache and the drafter's context cache are both a `RaggedKV`.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 _GROWTH_ROWS = 256  # capacity grows in steps, so that a long generation does not copy the cache every step
+
+
+class Place(NamedTuple):
+    """Which rows of a pass are stored, and where: [N] int64 each; [B, 1], [B, T] and None where all rows are."""
+
+    request: torch.Tensor
+    slot: torch.Tensor
+    row: torch.Tensor | None
 
 
 class RaggedKV:
@@ -35,29 +45,30 @@ class RaggedKV:
     def max_length(self) -> int:
         return max(self.host_lengths, default=0)
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, row_mask: torch.Tensor | None = None) -> None:
+    def place(self, num_rows: Sequence[int]) -> Place:
+        """Where the first `num_rows[b]` of T = max(num_rows) rows go, row t to slot `lengths[b] + t`; for all layers of
+        a pass. Rows left out are not written at all, so a rejected row can't be read back by mistake.
+        """
+        longest, device = max(num_rows), self.lengths.device
+        if min(num_rows) == longest:
+            request = torch.arange(self.batch_size, device=device)[:, None]
+            return Place(request, self.lengths[:, None] + torch.arange(longest, device=device), None)
+        requests, rows = (np.arange(longest) < np.array(num_rows)[:, None]).nonzero()
+        index = np.stack([requests, np.array(self.host_lengths)[requests] + rows, rows])
+        return Place(*torch.from_numpy(index).to(device, non_blocking=True))
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, place: Place) -> None:
         """Store rows behind the committed ones, without committing them.
 
         Args:
             layer: index of the layer.
-            keys: [B, T, heads, head_dim]; row t of request b goes to slot `lengths[b] + t`.
+            keys: [B, T, heads, head_dim].
             values: the same shape except for the head dim.
-            row_mask: [B, T] bool, True = store. Rows left out are not written at all, so a rejected row can't be read
-                back by mistake.
+            place: which rows, and their slots.
         """
-        num_rows = keys.shape[1]
-        self.keys[layer] = _with_capacity(self.keys[layer], keys, self.max_length + num_rows)
-        self.values[layer] = _with_capacity(self.values[layer], values, self.max_length + num_rows)
-        if row_mask is None:
-            request, row = (
-                torch.arange(self.batch_size, device=keys.device)[:, None],
-                torch.arange(num_rows, device=keys.device),
-            )
-        else:
-            request, row = row_mask.nonzero(as_tuple=True)
-            keys, values = keys[request, row], values[request, row]
-        self.keys[layer][request, self.lengths[request] + row] = keys  # type: ignore[index]
-        self.values[layer][request, self.lengths[request] + row] = values  # type: ignore[index]
+        for stores, rows in ((self.keys, keys), (self.values, values)):
+            store = stores[layer] = _with_capacity(stores[layer], rows, self.max_length + rows.shape[1])
+            store[place.request, place.slot] = rows if place.row is None else rows[place.request, place.row]
 
     def read(self, layer: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of slots 0..num_slots-1 as [B, heads, num_slots, head_dim] views."""
@@ -68,8 +79,8 @@ class RaggedKV:
 
     def advance(self, num_rows: Sequence[int]) -> None:
         """Commit the first `num_rows[b]` rows written behind request b's length; the others count as never written."""
-        self.lengths += torch.tensor(list(num_rows), dtype=torch.int64, device=self.lengths.device)
         self.host_lengths = [length + rows for length, rows in zip(self.host_lengths, num_rows, strict=True)]
+        self.lengths = torch.tensor(self.host_lengths).to(self.lengths.device, non_blocking=True)
 
     def keep(self, requests: Sequence[int]) -> None:
         """Drop every request that is not listed; the rest take the listed order."""

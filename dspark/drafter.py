@@ -124,11 +124,8 @@ class Drafter(Backbone):
             taps: [B, T, num_taps * target_hidden], rows from position `cache.lengths[b]` on.
             num_rows: per request, how many of the T rows were committed; the rest (rejected or padding) is not stored.
         """
-        counts = torch.tensor(list(num_rows), device=taps.device)
-        rows = int(max(num_rows))
-        if rows:
-            row_mask = torch.arange(rows, device=taps.device) < counts[:, None]
-            self.write_context(cache, taps[:, :rows], row_mask)
+        if rows := max(num_rows):
+            self.write_context(cache, taps[:, :rows], num_rows)
         cache.advance(num_rows)
 
     def block_hidden(self, cache: RaggedKV, anchors: torch.Tensor) -> torch.Tensor:

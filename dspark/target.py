@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedM
 from transformers.cache_utils import CacheLayerMixin
 
 from dspark.backbone import ATTENTION_BACKENDS
-from dspark.cache import RaggedKV
+from dspark.cache import Place, RaggedKV
 from dspark.recurrent import RECURRENT_TYPES, ReplayLayer, attach
 from dspark.rollback import HybridCache
 
@@ -270,8 +270,8 @@ class HFTarget:
         num_rows = tokens.shape[1]
         if isinstance(cache, HybridCache):
             cache.recurrent.begin(num_rows, prompt_lengths)
-        num_slots = cache.max_length + num_rows
-        positions = cache.lengths[:, None] + torch.arange(num_rows, device=tokens.device)
+        num_slots, place = cache.max_length + num_rows, cache.place([num_rows] * len(tokens))
+        positions = place.slot
         mask = torch.arange(num_slots, device=tokens.device) <= positions[:, None, :, None]
         # Only padding rows can lie beyond the last position; a learned position table has no row for them.
         positions = positions.clamp_max(self.max_positions - 1)
@@ -283,7 +283,7 @@ class HFTarget:
                 position_ids=positions,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
-                **{self._cache_argument: _AttendedCache(cache, num_slots)},
+                **{self._cache_argument: _AttendedCache(cache, num_slots, place)},
             )
         taps = [self._captured[tap_id] for tap_id in self._tap_ids]
         self._captured.clear()
@@ -297,9 +297,9 @@ class _AttendedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, cache: RaggedKV, index: int, num_slots: int) -> None:
+    def __init__(self, cache: RaggedKV, index: int, num_slots: int, place: Place) -> None:
         super().__init__()
-        self.cache, self.index, self.num_slots = cache, index, num_slots
+        self.cache, self.index, self.num_slots, self.place = cache, index, num_slots, place
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -308,7 +308,7 @@ class _AttendedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.cache.write(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        self.cache.write(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), self.place)
         return self.cache.read(self.index, self.num_slots)
 
     def get_seq_length(self) -> int:
@@ -324,8 +324,8 @@ class _AttendedLayer(CacheLayerMixin):
 
 
 class _AttendedCache(Cache):
-    def __init__(self, cache: RaggedKV, num_slots: int) -> None:
-        layers: list[Any] = [_AttendedLayer(cache, index, num_slots) for index in range(len(cache.keys))]
+    def __init__(self, cache: RaggedKV, num_slots: int, place: Place) -> None:
+        layers: list[Any] = [_AttendedLayer(cache, index, num_slots, place) for index in range(len(cache.keys))]
         if isinstance(cache, HybridCache):
             for number, index in enumerate(cache.recurrent_layers):
                 layers[index] = ReplayLayer(cache.recurrent, number)

@@ -126,7 +126,7 @@ def train_drafter(target: HFTarget, steps: int = 1500) -> Drafter:
         taps = target.verify(cache, tokens).taps.clone()
         length = int(torch.randint(4, 32 - BLOCK - 1, (), generator=generator))
         context = drafter.new_cache(len(tokens))
-        drafter.write_context(context, taps[:, :length], torch.ones(len(tokens), length, dtype=torch.bool))
+        drafter.write_context(context, taps[:, :length], [length] * len(tokens))
         context.advance([length] * len(tokens))
         logits: list[torch.Tensor] = []
 
