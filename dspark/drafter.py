@@ -26,7 +26,7 @@ from dspark.cache import RaggedKV
 from dspark.confidence import ConfidenceCalibration
 from dspark.config import DrafterConfig
 from dspark.heads import MARKOV_HEADS, ConfidenceHead
-from dspark.sampling import Drafting, Proposal, SamplingTensors, Streams, draft_token, make_proposal
+from dspark.sampling import BlockDraws, Drafting, Proposal, SamplingTensors, Streams
 
 
 @dataclass(frozen=True)
@@ -159,15 +159,15 @@ class Drafter(Backbone):
         """
         first = self.config.first_draft_row
         base = self.base_logits(hidden[:, first : first + num_draft_tokens])
-        wide = torch.promote_types(base.dtype, torch.float32)
+        rows = hidden[:, first : first + num_draft_tokens].unbind(1)
+        uncorrected = base.to(torch.promote_types(base.dtype, torch.float32)).unbind(1)
         head, previous = self.markov_head, anchors
         embedded, confidence = None, []
         if head is not None:
             state = head.initial_state(hidden[:, 0])
             for row in range(first):  # the trainer steps a recurrent head on the context-only row too
                 _, state = head(head.markov_w1(previous), hidden[:, row], state)
-        for i in range(num_draft_tokens):
-            row_hidden, logits = hidden[:, first + i], base[:, i].to(wide)
+        for i, (row_hidden, logits) in enumerate(zip(rows, uncorrected, strict=True)):
             if head is not None:
                 embedded = head.markov_w1(previous)
                 features, state = head(embedded, row_hidden, state)
@@ -209,18 +209,14 @@ class Drafter(Backbone):
         """
         check_num_draft_tokens(self.config, num_draft_tokens)
         ids = self.draft_ids()
-        tokens, rows = [], []
+        positions = cache.lengths[:, None] + torch.arange(1, num_draft_tokens + 1, device=anchors.device)
+        block = BlockDraws(sampling, streams, positions, drafting, ids)
 
         def pick(i: int, logits: torch.Tensor) -> torch.Tensor:
-            visible = logits if ids is not None else logits[:, : self.target_vocab_size]
-            token, q = draft_token(visible, sampling, streams, cache.lengths + 1 + i, drafting, ids)
-            tokens.append(token)
-            rows.append(q)
-            return token
+            return block.draw(i, logits if ids is not None else logits[:, : self.target_vocab_size])
 
-        hidden = self.block_hidden(cache, anchors)
-        confidence = self.chain(hidden, anchors, num_draft_tokens, pick)
-        return Draft(make_proposal(torch.stack(tokens, dim=1), rows, ids), confidence)
+        confidence = self.chain(self.block_hidden(cache, anchors), anchors, num_draft_tokens, pick)
+        return Draft(block.proposal(), confidence)
 
     def draft_ids(self) -> torch.Tensor | None:
         """Target ids [draft vocabulary] of the output rows, or None where they are the target's own ids 0..Vt-1."""

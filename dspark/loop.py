@@ -234,7 +234,7 @@ class _Batch:
 
     def step(self) -> list[_Event]:
         """One round for every running request."""
-        anchors = torch.tensor([r.generation.token_ids[-1] for r in self.requests], device=self.target.device)
+        anchors = self._to_device([request.generation.token_ids[-1] for request in self.requests])
         offered = [self._offered(request) for request in self.requests]
         draft = self._propose(anchors, max(offered) if self.schedule is None else self.schedule.plan(offered))
         offered = self._scheduled(draft, offered)
@@ -247,13 +247,12 @@ class _Batch:
             self.sampling,
             self.streams,
             self.cache.lengths + 1,
-            torch.tensor(offered, device=self.target.device),
-            truncated=any(request.params.truncates for request in self.requests),
+            self._to_device(offered),
         )
-        kept = verified.num_emitted.tolist()  # rows of the pass to keep: the anchor and the accepted drafts
+        events, accepted = self._record(offered, draft, verified)
+        kept = [drafts + 1 for drafts in accepted]  # rows of the pass: the anchor and the accepted drafts
         if self.schedule is not None and draft is not None:
-            self.schedule.observe([rows - 1 for rows in kept])
-        events = self._record(offered, draft, verified)
+            self.schedule.observe(accepted)
         self.target.commit(self.cache, kept)
         if draft is None and self.drafter is not None:
             self.unread.append(output.taps)
@@ -303,29 +302,37 @@ class _Batch:
         assert not wrong, f"schedule verifies {wrong[0][0]} drafts of a request that may verify {wrong[0][1]}"
         return lengths
 
-    def _record(self, offered: list[int], draft: Draft | None, verified: Verification) -> list[_Event]:
-        tokens, accepted = verified.tokens.tolist(), verified.num_accepted.tolist()
-        accept_probs = verified.accept_probs.tolist()
-        has_confidence = draft is not None and draft.confidence_logits is not None
-        confidence = draft.confidence_logits.sigmoid().tolist() if has_confidence else None  # type: ignore[union-attr]
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values).to(self.target.device, non_blocking=True)
+
+    def _record(
+        self, offered: list[int], draft: Draft | None, verified: Verification
+    ) -> tuple[list[_Event], list[int]]:
+        """Commit what was emitted; also the accepted drafts of each request."""
+        width = verified.tokens.shape[1]
+        results = [verified.tokens, verified.num_accepted[:, None], verified.accept_probs]
+        if draft is not None and draft.confidence_logits is not None:
+            results.append(draft.confidence_logits.sigmoid())
+        numbers = torch.cat([each.double() for each in results], dim=1).tolist()  # one copy; float64 holds them exactly
         events: list[_Event] = []
-        for row, request in enumerate(self.requests):
+        for request, limit, row in zip(self.requests, offered, numbers, strict=True):
+            accepted = int(row[width])
             position = len(request.generation.prompt_ids) + len(request.generation.token_ids) - 1
-            committed, reason = request.commit(tokens[row][: accepted[row] + 1])
-            stopped_in_drafts = reason == "stop" and len(committed) <= accepted[row]
-            judged = len(committed) if stopped_in_drafts else offered[row]
+            committed, reason = request.commit([int(token) for token in row[: accepted + 1]])
+            stopped_in_drafts = reason == "stop" and len(committed) <= accepted
+            judged = len(committed) if stopped_in_drafts else limit
             step = StepRecord(
                 position=position,
                 num_offered=judged,
-                num_accepted=min(accepted[row], judged),
+                num_accepted=min(accepted, judged),
                 num_committed=len(committed),
-                accept_probs=tuple(accept_probs[row][:judged]),
-                confidence=tuple(confidence[row][:judged]) if confidence is not None else (),
+                accept_probs=tuple(row[width + 1 :][:judged]),
+                confidence=tuple(row[2 * width :][:judged]),
                 finish_reason=reason,
             )
             request.generation.steps.append(step)
             events.append((request, committed, step))
-        return events
+        return events, [int(row[width]) for row in numbers]
 
     def drop_finished(self) -> None:
         """Give the places of finished requests free."""

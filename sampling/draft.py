@@ -1,4 +1,4 @@
-"""Drawing one draft token, and handing on what it was drawn from.
+"""Drawing draft tokens, and handing on what they were drawn from.
 
 The caller passes the logits of one position, Markov bias included. The distribution returned is the very tensor the
 token was drawn from, so that no later step can recompute it differently.
@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 import torch
 
-from dspark.sampling.params import SamplingTensors, to_distribution
-from dspark.sampling.streams import Purpose, Streams, sample_in_groups
+from dspark.sampling.params import SamplingTensors, Softening, check_peaks, widened
+from dspark.sampling.proposal import Proposal, make_proposal
+from dspark.sampling.streams import Purpose, Streams, draw_in_groups, group_noise
 
 Drafting = Literal["greedy", "probabilistic"]
 
@@ -39,11 +40,58 @@ def draft_token(
     Raises:
         ValueError: `drafting` is unknown; logits and params as in `to_distribution`.
     """
-    if drafting not in get_args(Drafting):
-        raise ValueError(f"drafting must be one of {', '.join(get_args(Drafting))}; got {drafting!r}")
-    if drafting == "greedy" or params.all_greedy:
-        column = logits.argmax(-1)
-        return (column if ids is None else ids[column]), None
-    probs = to_distribution(logits, params)
-    column = sample_in_groups(probs[:, None], streams, positions[:, None], Purpose.DRAFT)[:, 0]
-    return (column if ids is None else ids[column]), probs
+    block = BlockDraws(params, streams, positions[:, None], drafting, ids)
+    token = block.draw(0, logits)
+    block.check()
+    return token, block.probs[0] if block.probs else None
+
+
+class BlockDraws:
+    """The draws of a block, position after position. What they have in common is computed once, and nothing waits for
+    the device before `check`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingTensors,
+        streams: Streams,
+        positions: torch.Tensor,
+        drafting: Drafting = "probabilistic",
+        ids: torch.Tensor | None = None,
+    ) -> None:
+        """Arguments as in `draft_token`, but positions [B, K] of all drafted tokens."""
+        if drafting not in get_args(Drafting):
+            raise ValueError(f"drafting must be one of {', '.join(get_args(Drafting))}; got {drafting!r}")
+        self.params, self.streams, self.positions, self.ids = params, streams, positions, ids
+        self.one_hot = drafting == "greedy" or params.all_greedy
+        self.tokens: list[torch.Tensor] = []
+        self.probs: list[torch.Tensor] = []
+        self.peaks: list[torch.Tensor] = []
+        self._soften: Softening
+        self._noise: list[tuple[torch.Tensor, ...]]
+
+    def draw(self, i: int, logits: torch.Tensor) -> torch.Tensor:
+        """Token [B] of draft i, a target id, from logits [B, D]; i counts from 0."""
+        if self.one_hot:
+            column = logits.argmax(-1)
+        else:
+            logits = widened(logits)
+            if i == 0:
+                self._soften = Softening(self.params, logits.shape[-1], logits.dtype)
+                noise = group_noise(self.streams, self.positions, Purpose.DRAFT, logits.shape[-1], logits.dtype)
+                self._noise = list(zip(*(each.unbind(1) for each in noise), strict=True))
+            self.peaks.append(logits.amax(-1, keepdim=True))
+            self.probs.append(self._soften(logits, self.peaks[i]))
+            column = draw_in_groups(self.probs[i], *self._noise[i])
+        self.tokens.append(column if self.ids is None else self.ids[column])
+        return self.tokens[i]
+
+    def check(self) -> None:
+        """Refuse what was drawn if it came from logits that `to_distribution` refuses (ValueError)."""
+        if self.peaks:
+            check_peaks(torch.stack(self.peaks, 1))
+
+    def proposal(self) -> Proposal:
+        """The tokens drawn so far, and what from; refuses as `check` does."""
+        self.check()
+        return make_proposal(torch.stack(self.tokens, 1), self.probs or [None] * len(self.tokens), self.ids)

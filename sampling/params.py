@@ -8,7 +8,7 @@ top-p, each on the distribution that the one before it left.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -78,11 +78,6 @@ class SamplingParams:
             "token ids >= 0; text is not accepted here",
         )
 
-    @property
-    def truncates(self) -> bool:
-        """Whether top_k, top_p or min_p may take tokens away."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -136,9 +131,20 @@ class SamplingTensors:
         return self.temperature == 0
 
     @cached_property
+    def host(self) -> np.ndarray:
+        """[4, B] float64, the fields on the host. Read from the device once, though every position decides by them."""
+        return torch.stack([getattr(self, f.name).double() for f in fields(self)]).cpu().numpy()
+
+    @property
     def all_greedy(self) -> bool:
-        """Whether no row needs random numbers; read from the device once, though every draft position asks."""
-        return bool(self.greedy.all())
+        """Whether no row needs random numbers."""
+        return not self.host[0].any()
+
+    @property
+    def truncating(self) -> np.ndarray:
+        """[B] bool: the rows of which top-k, top-p or min-p may take tokens away."""
+        temperature, top_k, top_p, min_p = self.host
+        return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
     def rows(self, index: torch.Tensor) -> "SamplingTensors":
         """The requests that `index` selects: [n] int64 or a [B] bool mask."""
@@ -187,54 +193,75 @@ def to_distribution(logits: torch.Tensor, params: SamplingTensors | SamplingPara
         params = SamplingTensors.stack([params] * num_requests, logits.device)
     if len(params) != num_requests:
         raise ValueError(f"logits has {num_requests} requests, but the sampling parameters have {len(params)} rows")
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    rows = logits.reshape(-1, vocab_size)
+    rows = widened(logits).reshape(-1, vocab_size)
     if not len(rows):
-        return torch.zeros_like(logits)
-
+        return rows.view(logits.shape)
     peak = rows.amax(-1, keepdim=True)
-    if not peak.isfinite().all():
-        bad = int((~peak.isfinite()).nonzero()[0, 0])
+    check_peaks(peak)
+    return Softening(params, vocab_size, rows.dtype, len(rows) // num_requests)(rows, peak).view(logits.shape)
+
+
+def widened(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in the dtype of their distribution."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def check_peaks(peaks: torch.Tensor) -> None:
+    """Refuse logits of which no distribution can be made, by the maxima of their rows; waits for the device."""
+    finite = peaks.isfinite().flatten()
+    if not finite.all():
+        bad = int((~finite).nonzero()[0, 0])
         raise ValueError(
-            f"logits row {bad} (of {len(rows)}, requests times positions) has the maximum {peak[bad].item()}, expected"
-            " a finite one: NaN or +inf means that the model's forward pass overflowed, -inf that a mask removed every"
-            " token"
+            f"logits row {bad} (of {len(finite)}, requests times positions) has the maximum"
+            f" {peaks.flatten()[bad].item()}, expected a finite one: NaN or +inf means that the model's forward pass"
+            " overflowed, -inf that a mask removed every token"
         )
-    tensors = params.repeat_each(len(rows) // num_requests)
-    greedy = tensors.greedy
-    if greedy.all():
-        return _most_likely(rows).view(logits.shape)
-    if not greedy.any():
-        return _soften(rows, peak, tensors).view(logits.shape)
-    probs = _most_likely(rows)
-    probs[~greedy] = _soften(rows[~greedy], peak[~greedy], tensors.rows(~greedy))
-    return probs.view(logits.shape)
+
+
+class Softening:
+    """What a batch's parameters do to logits of one vocabulary and dtype. Whatever the host has to know of them is
+    decided here, once for any number of positions; `to_distribution` is the contract of a call.
+    """
+
+    def __init__(self, params: SamplingTensors, vocab_size: int, dtype: torch.dtype, repeats: int = 1) -> None:
+        """`repeats`: rows of each request, one behind the other."""
+
+        def column(values: torch.Tensor) -> torch.Tensor:
+            return (values if repeats == 1 else values.repeat_interleave(repeats))[:, None]
+
+        temperature, top_k, top_p, min_p = params.host
+        warm, limits = temperature > 0, torch.finfo(dtype)
+        self.all_greedy = params.all_greedy
+        self.greedy = None if warm.all() else column(params.greedy)
+        # Above 0 and finite in the logits' dtype: 0 / 0 and -inf / inf would be NaN.
+        self.temperature = column(params.temperature.to(dtype).clamp(limits.tiny, limits.max))
+        self.cuts: list[tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor | None]] = []
+        few = warm & (top_k > 0) & (top_k < vocab_size)
+        for keep, values, active in (
+            (_keep_min_p, params.min_p, warm & (min_p > 0)),
+            (partial(_keep_top_k, largest=int((top_k * few).max(initial=0))), params.top_k, few),
+            (_keep_top_p, params.top_p, warm & (top_p < 1)),
+        ):
+            if active.all():
+                self.cuts.append((keep, column(values), None))
+            elif active.any():
+                mask = torch.from_numpy(active).to(values.device, non_blocking=True)
+                self.cuts.append((keep, column(values.masked_fill(~mask, 0)), column(mask)))
+
+    def __call__(self, rows: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+        """Distributions [R, V] of rows [R, V] with maxima peak [R, 1]; NaN where the maximum is not finite."""
+        if self.all_greedy:
+            return _most_likely(rows)
+        probs = (rows - peak).div_(self.temperature).softmax(-1)
+        for keep, values, mask in self.cuts:
+            kept = _renormalise(probs, keep(probs, values))
+            probs = kept if mask is None else torch.where(mask, kept, probs)
+        return probs if self.greedy is None else torch.where(self.greedy, _most_likely(rows), probs)
 
 
 def _most_likely(rows: torch.Tensor) -> torch.Tensor:
     """One-hot at the first maximum of each row [R, V]."""
     return torch.zeros_like(rows).scatter_(-1, rows.argmax(-1, keepdim=True), 1.0)
-
-
-def _soften(rows: torch.Tensor, peak: torch.Tensor, tensors: SamplingTensors) -> torch.Tensor:
-    """Temperature > 0 and the truncations, on rows [R, V] with maxima peak [R, 1]."""
-    # The maximum goes first, and the temperature stays above 0 and finite in the logits' dtype: 0 / 0 and -inf / inf
-    # would be NaN.
-    limits = torch.finfo(rows.dtype)
-    temperature = tensors.temperature[:, None].to(rows.dtype).clamp(limits.tiny, limits.max)
-    probs = (rows - peak).div_(temperature).softmax(-1)
-    for keep, values, active in (
-        (_keep_min_p, tensors.min_p, tensors.min_p > 0),
-        (_keep_top_k, tensors.top_k, (tensors.top_k > 0) & (tensors.top_k < rows.shape[-1])),
-        (_keep_top_p, tensors.top_p, tensors.top_p < 1),
-    ):
-        if active.all():
-            probs = _renormalise(probs, keep(probs, values[:, None]))
-        elif active.any():
-            chosen = probs[active]
-            probs[active] = _renormalise(chosen, keep(chosen, values[active][:, None]))
-    return probs
 
 
 def _renormalise(probs: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -248,10 +275,9 @@ def _keep_min_p(probs: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return probs >= probs.amax(-1, keepdim=True) * min_p.to(probs.dtype)
 
 
-def _keep_top_k(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Mask [R, V] of rows [R, V], top_k [R, 1] in 1..V; ties with the k-th stay."""
-    largest = probs.topk(int(top_k.max()), dim=-1).values
-    return probs >= largest.gather(-1, top_k - 1)
+def _keep_top_k(probs: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
+    """Mask [R, V] of rows [R, V], top_k [R, 1] up to `largest`, those below 1 as 1; ties with the k-th stay."""
+    return probs >= probs.topk(largest, dim=-1).values.gather(-1, (top_k - 1).clamp(0, largest - 1))
 
 
 def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -261,12 +287,8 @@ def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     if wider.any():
         cutoff[wider], kept_at_cutoff[wider] = _nucleus_cutoff(_falling(probs[wider]), top_p[wider], whole=True)
     tied = probs == cutoff
-    keep = probs >= cutoff
-    crowded = (tied.sum(-1, keepdim=True) > kept_at_cutoff)[:, 0]
-    if crowded.any():  # more tokens tie at the cutoff than fit: the lower ids stay
-        in_turn = tied[crowded].cumsum(-1) <= kept_at_cutoff[crowded]
-        keep[crowded] &= in_turn | ~tied[crowded]
-    return keep
+    # Where more tokens tie at the cutoff than fit, the lower ids stay.
+    return (probs > cutoff) | (tied & (tied.cumsum(-1) <= kept_at_cutoff))
 
 
 def _falling(probs: torch.Tensor) -> torch.Tensor:

@@ -66,16 +66,16 @@ def rejection_sample(
         AssertionError: an offered draft has q = 0, so that it was not drawn from this q.
     """
     batch, num_draft_tokens = proposal.tokens.shape
-    offered = _offered_slots(proposal, target_probs, num_offered)
-    drafts = proposal.tokens.masked_fill(~offered, 0)
-    accepted = offered & _accepts(proposal, drafts, offered, target_probs[:, :-1], streams, positions)
+    offered, drafts, accepted = _judge(proposal, target_probs, streams, positions, num_offered)
     num_accepted = accepted.long().cumprod(-1).sum(-1)
 
     last = target_probs[torch.arange(batch, device=num_accepted.device), num_accepted][:, None]  # [B, 1, V]
-    rejected = num_accepted < offered.sum(-1)
+    rejected = (num_accepted < offered.sum(-1)).tolist()
     added = torch.empty_like(num_accepted)
-    for chosen, purpose in ((rejected, Purpose.RECOVERY), (~rejected, Purpose.TARGET)):
-        if chosen.any():
+    for purpose in (Purpose.RECOVERY, Purpose.TARGET):
+        rows = [row for row, missed in enumerate(rejected) if missed == (purpose is Purpose.RECOVERY)]
+        if rows:
+            chosen = torch.tensor(rows).to(added.device, non_blocking=True)
             probs = last[chosen]
             if purpose is Purpose.RECOVERY:
                 probs = proposal.rows(chosen).position(num_accepted[chosen]).residual(probs)
@@ -96,8 +96,6 @@ def verify_logits(
     streams: Streams,
     positions: torch.Tensor,
     num_offered: torch.Tensor | None = None,
-    *,
-    truncated: bool | None = None,
 ) -> Verification:
     """`rejection_sample` from the target's logits; with kernels on a GPU, which wait for the device once.
 
@@ -108,8 +106,6 @@ def verify_logits(
         streams: the requests' random numbers.
         positions: [B] int64, absolute position of the first draft.
         num_offered: [B] int64, as in `rejection_sample`; a GPU does not check the range.
-        truncated: whether a row of `params` has top-k, top-p or min-p; None asks the device. False where one has
-            leaves it without effect on a GPU.
 
     Returns:
         As `rejection_sample` of `to_distribution(logits, params)`: the same tokens but where a decision is within
@@ -121,9 +117,7 @@ def verify_logits(
     """
     if not logits.is_cuda or logits.dtype == torch.float64:
         return rejection_sample(proposal, to_distribution(logits, params), streams, positions, num_offered)
-    if truncated is None:
-        truncated = bool(_truncates(params).any())
-    if truncated:
+    if params.truncating.any():
         logits = _cut(logits, params)
     block, law = kernel_inputs(proposal, logits, params, streams, positions, num_offered)
     out = verify(block, law, proposal.num_draft_tokens, overlap=True)
@@ -174,61 +168,55 @@ def _draft_law(proposal: Proposal, vocab_size: int) -> DraftLaw:
     return DraftLaw(proposal.dense(vocab_size).float(), probs=True)
 
 
-def _truncates(params: SamplingTensors) -> torch.Tensor:
-    """[B] bool: the requests with top-k, top-p or min-p."""
-    return (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-
-
 def _cut(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """Logits with -inf where `to_distribution` cuts, so that only the temperature is left to apply."""
-    chosen = (_truncates(params) & ~params.greedy).nonzero()[:, 0]
-    kept = to_distribution(logits[chosen], params.rows(chosen)) > 0
-    return logits.index_copy(0, chosen, logits[chosen].masked_fill(~kept, float("-inf")))
+    if params.truncating.all():
+        return logits.masked_fill(to_distribution(logits, params) == 0, float("-inf"))
+    rows = torch.from_numpy(params.truncating.nonzero()[0]).to(logits.device, non_blocking=True)
+    kept = to_distribution(logits[rows], params.rows(rows)) > 0
+    return logits.index_copy(0, rows, logits[rows].masked_fill(~kept, float("-inf")))
 
 
-def _offered_slots(proposal: Proposal, target_probs: torch.Tensor, num_offered: torch.Tensor | None) -> torch.Tensor:
-    """[B, K] bool: slots whose draft is to be judged; checks what `rejection_sample` promises to refuse."""
+def _judge(
+    proposal: Proposal,
+    target_probs: torch.Tensor,
+    streams: Streams,
+    positions: torch.Tensor,
+    num_offered: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which drafts are offered, the drafts with 0 where none is, and which are accepted, each judged alone: [B, K] all.
+
+    Refuses what `rejection_sample` promises to, waiting for the device once for all of it.
+    """
     batch, num_draft_tokens = proposal.tokens.shape
     if target_probs.ndim != 3 or target_probs.shape[:2] != (batch, num_draft_tokens + 1):
         raise ValueError(
             f"target_probs must be [{batch}, {num_draft_tokens + 1}, V], one row per draft and one after them,"
             f" got {tuple(target_probs.shape)}"
         )
-    vocab_size = target_probs.shape[-1]
-    before_placeholder = (~proposal.empty).long().cumprod(-1).bool()
-    slot = torch.arange(num_draft_tokens, device=proposal.tokens.device)
-    if num_offered is None:
-        offered = before_placeholder
-    else:
-        if ((num_offered < 0) | (num_offered > num_draft_tokens)).any():
-            raise ValueError(f"num_offered must be in 0..{num_draft_tokens}, got {num_offered.tolist()}")
-        offered = before_placeholder & (slot < num_offered[:, None])
-    if (offered & (proposal.tokens >= vocab_size)).any():
+    vocab_size, device = target_probs.shape[-1], target_probs.device
+    slot = torch.arange(num_draft_tokens, device=device)
+    counts = torch.full((batch,), num_draft_tokens, device=device) if num_offered is None else num_offered
+    offered = (~proposal.empty).long().cumprod(-1).bool() & (slot < counts[:, None])
+    foreign = offered & (proposal.tokens >= vocab_size)
+    drafts = proposal.tokens.masked_fill(~offered | foreign, 0)
+    p = target_probs[:, :-1].gather(-1, drafts[..., None])[..., 0].double()
+    q = proposal.prob(drafts).double()
+    undrawn = offered & ~(q > 0)
+    open_ = offered & (p < q) & (p != 0)  # u lies in [0, 1): no number can change the others
+    found = ((counts < 0) | (counts > num_draft_tokens), foreign, undrawn, open_)
+    miscounted, any_foreign, any_undrawn, any_open = torch.stack([each.any() for each in found]).tolist()
+    if miscounted:
+        raise ValueError(f"num_offered must be in 0..{num_draft_tokens}, got {counts.tolist()}")
+    if any_foreign:
         raise ValueError(
             f"draft token {int(proposal.tokens.max())} is outside the target's vocabulary of {vocab_size}:"
             " the draft vocabulary's ids were not mapped"
         )
-    return offered
-
-
-def _accepts(
-    proposal: Proposal,
-    drafts: torch.Tensor,
-    offered: torch.Tensor,
-    target_probs: torch.Tensor,
-    streams: Streams,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """[B, K] bool: u q < p for each draft, judged alone; of use only where `offered`."""
-    p = target_probs.gather(-1, drafts[..., None])[..., 0].double()
-    q = proposal.prob().double()
-    undrawn = offered & ~(q > 0)
-    assert not undrawn.any(), (
+    assert not any_undrawn, (
         f"draft {int(drafts[undrawn][0])} of request {int(undrawn.nonzero()[0, 0])} has q = 0:"
         " it was not drawn from the q that came with it, and the output would be biased"
     )
-    certain = (p >= q) | (p == 0)  # u lies in [0, 1): no number can change these
-    if certain[offered].all():
-        return p > 0
-    slot = torch.arange(drafts.shape[1], device=drafts.device)
-    return streams.uniform(positions[:, None] + slot, Purpose.ACCEPT) * q < p
+    if not any_open:
+        return offered, drafts, offered & (p > 0)
+    return offered, drafts, offered & (streams.uniform(positions[:, None] + slot, Purpose.ACCEPT) * q < p)

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, unique
+from functools import cached_property
 
 import torch
 
@@ -161,11 +162,16 @@ class Streams:
                 f"positions must be int64 [{len(self.seeds)}, N], one row per request,"
                 f" got {positions.dtype} {tuple(positions.shape)}"
             )
-        seeds = self.seeds[:, None].expand_as(positions).flatten()
         position = positions.flatten()
         # Filled on the device: a copy from the host could not be captured in a CUDA graph.
         tail = (torch.full_like(position, word) for word in (int(purpose), kind))
-        return torch.stack([seeds & WORD, seeds >> 32 & WORD], -1), torch.stack([position, *tail], -1)
+        key = self._keys[:, None].expand(*positions.shape, 2).reshape(-1, 2)
+        return key, torch.stack([position, *tail], -1)
+
+    @cached_property
+    def _keys(self) -> torch.Tensor:
+        """[B, 2]: the words of the seeds."""
+        return torch.stack([self.seeds & WORD, self.seeds >> 32 & WORD], -1)
 
 
 def _to_exponential(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -202,27 +208,23 @@ def sample(
     Source: the exponential race; vLLM 0.33 draws the same way, v1/sample/ops/topk_topp_sampler.py `random_sample`.
     """
     batch, num_positions, width = probs.shape
-    rows = probs.reshape(-1, width)
-    requests = torch.arange(batch, device=probs.device).repeat_interleave(num_positions)
-    flat_ids = None if ids is None else ids.reshape(-1, width)
-    support = (rows > 0).sum(-1)
-    assert support.all(), (
-        f"row {int((support == 0).nonzero()[0, 0])} of probs has no positive entry: nothing can be drawn"
-    )
+    rows, flat_ids = probs.reshape(-1, width), None if ids is None else ids.reshape(-1, width)
+    if num_positions != 1:
+        streams = streams.rows(torch.arange(batch, device=probs.device).repeat_interleave(num_positions))
+        positions = positions.reshape(-1, 1)
+    support = (rows > 0).sum(-1).tolist()  # decides which way each row goes
+    assert all(support), f"row {support.index(0)} of probs has no positive entry: nothing can be drawn"
 
-    small = (support == 1) | (support <= width * SMALL_SUPPORT)
+    small = [count == 1 or count <= width * SMALL_SUPPORT for count in support]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=probs.device)
-    for chosen, race in ((small, _race_on_support), (~small, _race)):
-        if chosen.any():
-            some = chosen.nonzero()[:, 0]
-            whole = len(some) == len(rows)  # the common case needs no copy
-            tokens[some] = race(
-                rows if whole else rows[some],
-                streams.rows(requests[some]),
-                positions.reshape(-1, 1)[some],
-                purpose,
-                flat_ids if whole or flat_ids is None else flat_ids[some],
-            )
+    for is_small, race in ((True, _race_on_support), (False, _race)):
+        chosen = [row for row, found in enumerate(small) if found == is_small]
+        if len(chosen) == len(rows):  # the common case needs no copy
+            tokens = race(rows, streams, positions, purpose, flat_ids)
+        elif chosen:
+            some = torch.tensor(chosen).to(probs.device, non_blocking=True)
+            some_ids = None if flat_ids is None else flat_ids[some]
+            tokens[some] = race(rows[some], streams.rows(some), positions[some], purpose, some_ids)
     return tokens.view(batch, num_positions)
 
 
@@ -247,16 +249,30 @@ def sample_in_groups(probs: torch.Tensor, streams: Streams, positions: torch.Ten
         ValueError: `positions` and `streams` disagree in the number of requests.
         AssertionError: a row has no positive probability.
     """
-    num_groups = -(-probs.shape[-1] // GROUP)
-    grouped = torch.nn.functional.pad(probs, (0, num_groups * GROUP - probs.shape[-1])).unflatten(-1, (-1, GROUP))
-    sums = grouped.sum(-1)
-    assert (sums > 0).any(-1).all(), "a row of probs has no positive entry: nothing can be drawn"
-    times = streams.exponential_of_groups(positions, purpose, num_groups, probs.dtype).div_(sums)
-    group = times.argmin(-1)
+    assert (probs > 0).any(-1).all(), "a row of probs has no positive entry: nothing can be drawn"
+    return draw_in_groups(probs, *group_noise(streams, positions, purpose, probs.shape[-1], probs.dtype))
+
+
+def group_noise(
+    streams: Streams, positions: torch.Tensor, purpose: Purpose, width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What draws at positions [B, N] need beside probabilities [B, N, width] of a dtype: the exponentials of the groups
+    and the uniform numbers."""
+    times = streams.exponential_of_groups(positions, purpose, -(-width // GROUP), dtype)
+    return times, streams.uniform(positions, purpose)
+
+
+def draw_in_groups(probs: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The draws [...] of `sample_in_groups` from probs [..., D] with the noise [..., G] and u [...] of their positions.
+    Rows are not looked at: one of zeros or NaN gives some column or other."""
+    if missing := -probs.shape[-1] % GROUP:
+        probs = torch.nn.functional.pad(probs, (0, missing))
+    grouped = probs.unflatten(-1, (-1, GROUP))
+    group = (noise / grouped.sum(-1)).argmin(-1)
     chosen = grouped.gather(-2, group[..., None, None].expand(*group.shape, 1, GROUP))[..., 0, :]
     # Scans of some devices round sums apart that nothing was added to: columns without probability have no part in it.
     reached = chosen.cumsum(-1).double().masked_fill(chosen <= 0, 0.0)
-    goal = streams.uniform(positions, purpose) * reached.amax(-1)  # u < 1, so that the largest sum always exceeds it
+    goal = u * reached.amax(-1)  # u < 1, so that the largest sum always exceeds it
     within = (reached > goal[..., None]).int().argmax(-1)
     return group * GROUP + within
 
@@ -284,5 +300,6 @@ def _race_on_support(
     times /= probs[row, column]
     best = times.new_full((len(probs),), float("inf")).scatter_reduce_(0, row, times, "amin")
     winners = times == best[row]
-    tokens = torch.full((len(probs),), torch.iinfo(torch.int64).max, device=probs.device)
-    return tokens.scatter_reduce_(0, row[winners], token[winners], "amin")
+    none = torch.iinfo(torch.int64).max
+    tokens = torch.full((len(probs),), none, device=probs.device)
+    return tokens.scatter_reduce_(0, row, token.masked_fill(~winners, none), "amin")

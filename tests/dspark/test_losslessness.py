@@ -107,15 +107,15 @@ def test_plain_decoding_follows_the_target():
         assert p_value(counts, exact_law(target, prompt, params)) > FALSE_ALARM_RATE / 2
 
 
-def soft_q_for_an_argmax_draw(proposal, logits, params, *rest, truncated):
+def soft_q_for_an_argmax_draw(proposal, logits, params, *rest):
     """A wrong verifier: treats every draft as if it had been drawn from the target, so it accepts all of them."""
     target_probs = dspark.sampling.to_distribution(logits, params)
     return dspark.sampling.rejection_sample(type(proposal)(proposal.tokens, target_probs[:, :-1]), target_probs, *rest)
 
 
-def shifted_target(proposal, logits, *rest, truncated):
+def shifted_target(proposal, logits, *rest):
     """A wrong verifier: judges each draft by the row of the position before."""
-    return dspark.sampling.verify_logits(proposal, logits.roll(1, dims=1), *rest, truncated=truncated)
+    return dspark.sampling.verify_logits(proposal, logits.roll(1, dims=1), *rest)
 
 
 @pytest.mark.parametrize("wrong", [soft_q_for_an_argmax_draw, shifted_target])
