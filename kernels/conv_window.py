@@ -169,13 +169,18 @@ def conv_window(
 
     Source: `conv_window_ref`.
     """
-    needed = weight.shape[1] - 1 + (inputs.shape[1] if first_token is None else 1)
-    if ring.shape[1] < needed:
-        raise ValueError(
-            f"a ring of {ring.shape[1]} rows is too short: {needed - weight.shape[1] + 1} tokens behind a history of "
-            f"{weight.shape[1] - 1} need {needed}; "
-            "with fewer, a rejected token would overwrite history that rollback still reads"
-        )
+    check_ring(ring, weight, inputs.shape[1] if first_token is None else 1)
     if runs_kernel(ring):
         return launch_conv_window(inputs, weight, ring, slots, cursor, num_rows, first_token, rows_settled)
     return conv_window_ref(inputs, weight, ring, slots, cursor, num_rows, first_token)
+
+
+def check_ring(ring: torch.Tensor, weight: torch.Tensor, num_tokens: int) -> None:
+    """Raise ValueError where a ring is too short for `num_tokens` behind their history."""
+    needed = weight.shape[1] - 1 + num_tokens
+    if ring.shape[1] < needed:
+        raise ValueError(
+            f"a ring of {ring.shape[1]} rows is too short: {num_tokens} tokens behind a history of "
+            f"{weight.shape[1] - 1} need {needed}; "
+            "with fewer, a rejected token would overwrite history that rollback still reads"
+        )

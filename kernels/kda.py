@@ -127,6 +127,23 @@ class KDALayer:
 
 
 @dataclass(frozen=True)
+class Window:
+    """The short convolution of a layer, where verification does it too; arguments of `conv_window` of these names.
+
+    Channels C = H (2 K + V) are those of all queries, then all keys, then all values.
+
+    Attributes:
+        weight: [C, W].
+        ring: [N, R, C], inputs of recent tokens by slot of the state, contiguous within a slot.
+        cursor: [B] int64, ring row of each row's first token.
+    """
+
+    weight: torch.Tensor
+    ring: torch.Tensor
+    cursor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Rows:
     """Where the rows of a batch have their state; made once a step and used by every layer.
 

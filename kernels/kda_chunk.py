@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from dspark.kernels import tl, triton
-from dspark.kernels.kda import KDALayer, Rows, Tokens
+from dspark.kernels.kda import KDALayer, Rows, Tokens, Window
 from dspark.kernels.kda_device import (
+    convolved,
     exp_of,
     first_of_row,
     halves,
@@ -37,6 +38,7 @@ from dspark.kernels.kda_device import (
     held_corrections,
     log_decay,
     prefetch,
+    prefetch_window,
     selected_sums,
     sigmoid_of,
     stacked,
@@ -91,10 +93,11 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr, first_token_ptr,
     lower_bound, num_tokens,
     query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
+    weight_ptr, ring_ptr, cursor_ptr, ring_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, HOLDS: tl.constexpr, PACKED: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    TILE_V: tl.constexpr, OVERLAP: tl.constexpr,
+    TILE_V: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     if OVERLAP == 1:
@@ -117,6 +120,17 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     record_slot = tl.load(record_slots_ptr + row).to(tl.int64)
     start, held = tl.load(start_ptr + row).to(tl.int32), tl.load(held_ptr + row).to(tl.int32)
     folds = (tl.load(fold_ptr + row) != 0) & (held > 0)
+    ROW: tl.constexpr = HEADS * (2 * KEY_DIM + VALUE_DIM)
+    if WIDTH:  # queries, keys and values are inputs of a convolution
+        cursor = tl.load(cursor_ptr + row).to(tl.int32)
+        ring = ring_ptr + tl.maximum(slot, 0) * ring_stride
+        at_queries, at_keys = head * KEY_DIM, (HEADS + head) * KEY_DIM
+        at_values = 2 * HEADS * KEY_DIM + head * VALUE_DIM + first_value
+        prefetch_window(ring + at_queries, weight_ptr + at_queries * WIDTH, cursor, KEY_DIM, BLOCK_K, ROW, RING, WIDTH)
+        prefetch_window(ring + at_keys, weight_ptr + at_keys * WIDTH, cursor, KEY_DIM, BLOCK_K, ROW, RING, WIDTH)
+        prefetch_window(
+            ring + at_values, weight_ptr + at_values * WIDTH, cursor, VALUE_DIM - first_value, BLOCK_V, ROW, RING, WIDTH
+        )
     if OVERLAP == 2:
         wait_for_previous_kernel()
     if (count == 0) | (HOLDS == 2):  # with held records the window may end before the row's last place does
@@ -162,8 +176,18 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     )
     own_keys = key_ptr + token * key_stride + head * KEY_DIM
     own_queries = query_ptr + token * query_stride + head * KEY_DIM
-    raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
-    raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
+    if WIDTH:
+        raw_query = convolved(
+            own_queries, query_stride, weight_ptr + at_queries * WIDTH, ring + at_queries, cursor, count,
+            first_value == 0, t, is_new, columns, KEY_DIM, ROW, RING, WIDTH,
+        )  # fmt: skip
+        raw_key = convolved(
+            own_keys, key_stride, weight_ptr + at_keys * WIDTH, ring + at_keys, cursor, count,
+            first_value == 0, t, is_new, columns, KEY_DIM, ROW, RING, WIDTH,
+        )  # fmt: skip
+    else:
+        raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
+        raw_query = tl.load(own_queries + t[:, None] * query_stride + lane, mask=inside, other=0.0)
     beta = tl.load(beta_ptr + token * beta_stride + head + t * beta_stride, mask=is_new, other=0.0).to(tl.float32)
     beta = tl.where(is_new, sigmoid_of(beta), tl.where(t < 0, 1.0, 0.0))
     if first_value == 0:
@@ -207,7 +231,13 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
         known = first_value + values < VALUE_DIM
         taken = is_new[:, None] & known[None, :]
         own_values = value_ptr + token * value_stride + (head * VALUE_DIM + first_value)
-        value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
+        if WIDTH:
+            value = convolved(
+                own_values, value_stride, weight_ptr + at_values * WIDTH, ring + at_values, cursor, count,
+                first_value >= 0, t, is_new, values, VALUE_DIM - first_value, ROW, RING, WIDTH,
+            )  # fmt: skip
+        else:
+            value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
         states = state_base + (values[:, None] * KEY_DIM + columns[None, :])
         if KEY_DIM == BLOCK_K and VALUE_DIM % BLOCK_V == 0:
             state = tl.load(states).to(tl.float32)
@@ -247,11 +277,13 @@ def launch_kda_chunk(
     rows: Rows,
     *,
     deferred: bool = True,
+    window: Window | None = None,
     rows_settled: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The window solved at once, wherever Triton runs. Same contract as `kda_verify`; tokens and held records of a row
-    that does not fold must be 16 at most together, and so must the records of one that folds."""
+    that does not fold must be 16 at most together, and so must the records of one that folds, and the tokens and the
+    history of their convolution, whose ring must be of their dtype."""
     batch, (heads, value_dim) = len(rows.slots), tokens.value.shape[2:]
     num_tokens = tokens.value.shape[1] if rows.first_token is None else min(MAX_TOKENS, layer.records.capacity)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit a window of {MAX_TOKENS}"
@@ -261,8 +293,14 @@ def launch_kda_chunk(
     holds = 0 if not deferred else 1 if rows.max_held == 0 else 2
     bound, longest = layer.gate.lower_bound, MAX_TOKENS if holds == 2 else num_tokens
     arguments, sizes = verify_arguments(tokens, layer, rows, out)
+    conv: tuple[Any, ...] = (rows.slots, rows.slots, rows.slots, 0)
+    if window is not None:
+        weight, ring = window.weight.contiguous(), window.ring
+        weight = weight.clone() if weight.data_ptr() % 16 else weight  # a channel's four are read at once
+        conv, rows_settled = (weight, ring, window.cursor, ring.stride(0)), rows_settled and weight is window.weight
     _kda_chunk_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
         *arguments,
+        *conv,
         **sizes,
         FACTORED=bound is not None and -bound * longest <= FACTOR_LIMIT,
         WINDOW=next(n for n in (8, 9, 16) if longest <= n),
@@ -270,6 +308,8 @@ def launch_kda_chunk(
         BLOCK_V=block_v,
         TILE_V=min(tile_v, block_v),
         HOLDS=holds,
+        WIDTH=0 if window is None else window.weight.shape[1],
+        RING=0 if window is None else window.ring.shape[1],
         **launch_options(out, num_warps, registers, rows_settled=rows_settled),
     )
     return out

@@ -76,6 +76,15 @@ def selected_sums(choice, x):
 
 
 @triton.jit
+def chosen_rows(choice, x):
+    """choice [M, N], at most a single one in a row and else zeros, times x [N, K] of activations: some rows of x,
+    exactly, in float32 and where tensor cores leave their results."""
+    if _INTERPRETED:
+        return tl.dot(choice.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+    return tl.dot(choice.to(x.dtype), x, input_precision="ieee")
+
+
+@triton.jit
 def exp_of(x):
     """e^x to a few units of 2^-24; results below 2^-126 are zero, which spares their special treatment."""
     if _INTERPRETED:
@@ -106,6 +115,50 @@ def log_decay(shifted, rate, lower_bound, BOUNDED: tl.constexpr):
     else:
         soft = tl.log(1.0 + tl.exp(tl.minimum(shifted, 20.0)))
         return -rate * tl.where(shifted > 20.0, shifted, soft)
+
+
+@triton.jit
+def conv_taps(weight_ptr, column, CHANNELS, WIDTH: tl.constexpr):
+    """Weights [D] of the convolution at `column`, one tensor a tap; those past the CHANNELS mean nothing."""
+    place = weight_ptr + tl.minimum(column, CHANNELS - 1) * WIDTH
+    if WIDTH == 4 and weight_ptr.dtype.element_ty == tl.float32 and not _INTERPRETED:
+        # One access for a channel, in the layout that its use asks for: a load of Triton's own has one by itself.
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [place],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        taps = ()
+        for i in tl.static_range(WIDTH):
+            taps = taps + (tl.load(place + i).to(tl.float32),)  # noqa: RUF005 (no unpacking)
+        return taps
+
+
+@triton.jit
+def convolved(
+    input_ptr, input_stride, weight_ptr, ring_ptr, cursor, count, records, t, is_new, column,
+    CHANNELS, ROW: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The short convolution of tokens `t` [16] of a row at channels `column` [D], [16, D] in their dtype, zero where
+    not `is_new`; where `records`, its inputs go into the ring.
+
+    Pointers are at the first channel, `input_ptr` at the row's first token and `ring_ptr` at its slot. History and
+    tokens are one line of 16 at most, of which each tap takes the rows that it meets.
+    """
+    line = tl.arange(0, 16)
+    source = line - (WIDTH - 1)
+    known, new = (column < CHANNELS)[None, :], (source >= 0)[:, None]
+    place = ring_ptr + ((cursor + CAPACITY + source) % CAPACITY)[:, None] * ROW + column[None, :]
+    taken = tl.where(new, input_ptr + source[:, None] * input_stride + column[None, :], place)
+    inputs = tl.load(taken, mask=(source < count)[:, None] & known, other=0.0)
+    recorded = (new & (source < count)[:, None]) & (column < tl.where(records, CHANNELS, 0))[None, :]
+    tl.store(place, inputs, mask=recorded)
+    taps = conv_taps(weight_ptr, column, CHANNELS, WIDTH)
+    mixed = tl.zeros(inputs.shape, tl.float32)
+    for i in tl.static_range(WIDTH):
+        met = is_new[:, None] & (line[None, :] == t[:, None] + i)
+        mixed += chosen_rows(met, inputs) * taps[i][None, :]
+    return (mixed * sigmoid_of(mixed)).to(inputs.dtype)
 
 
 @triton.jit
@@ -236,3 +289,15 @@ def prefetch(pointers):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def prefetch_window(
+    ring_ptr, weight_ptr, cursor, CHANNELS, BLOCK: tl.constexpr, ROW: tl.constexpr, CAPACITY: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The same for what `convolved` reads of a slot's history, and for its weights."""
+    back = 1 + tl.arange(0, 4) % (WIDTH - 1)
+    line = tl.minimum(tl.arange(0, (BLOCK + 63) // 64) * 64, CHANNELS - 1)  # 64 inputs are 128 bytes, and so are
+    prefetch(ring_ptr + ((cursor + CAPACITY - back) % CAPACITY)[:, None] * ROW + line[None, :])
+    prefetch(weight_ptr + tl.minimum(tl.arange(0, BLOCK // 8) * 8, CHANNELS - 1) * WIDTH)  # 8 channels of 4 weights

@@ -9,11 +9,13 @@ Read `kda_verify_ref` first.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from dspark.kernels import tl, triton
-from dspark.kernels.kda import KDALayer, Rows, Tokens, kda_scan, ring_rows, runs, runs_kernel
+from dspark.kernels.conv_window import check_ring, conv_window, conv_window_ref
+from dspark.kernels.kda import KDALayer, Rows, Tokens, Window, kda_scan, ring_rows, runs, runs_kernel
 from dspark.kernels.kda_chunk import MAX_TOKENS, launch_kda_chunk, outputs_for, verify_arguments
 from dspark.kernels.kda_commit import kda_fold_ref
 from dspark.kernels.kda_device import exp_of, first_of_row, folded, head_rate, log_decay, sigmoid_of
@@ -24,8 +26,10 @@ SERIAL_TOKENS = 4
 SERIAL_TILE_V, SERIAL_WARPS = 32, 4
 
 
-def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows) -> torch.Tensor:
+def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows, window: Window | None = None) -> torch.Tensor:
     """The definition, in PyTorch. Same contract as `kda_verify`; packed outputs are new."""
+    if window is not None:
+        tokens = convolved_tokens(tokens, rows, window, conv_window_ref)
     if rows.first_token is not None:
         return _packed_verify_ref(tokens, layer, rows)
     num_tokens, records = tokens.key.shape[1], layer.records
@@ -154,6 +158,7 @@ def kda_verify(
     rows: Rows,
     *,
     deferred: bool = True,
+    window: Window | None = None,
     max_tokens: int | None = None,
     rows_settled: bool = False,
     out: torch.Tensor | None = None,
@@ -166,10 +171,13 @@ def kda_verify(
         layer: checkpoint and records; only the records change, and the checkpoint of rows that fold.
         rows: where each row's state lies. held + T must not exceed the records' capacity.
         deferred: False promises that no row holds records, as after `Rows.current`; kernels then skip looking for them.
+        window: the convolution in front, if it is to be done here: `tokens.query`, `key` and `value` are then its
+            inputs. Outcome, outputs, records and ring, is that of `conv_window` and then this without `window`.
         max_tokens: the most tokens that a row has, where tokens are packed; default the records' capacity. At most 16
             lets the chunk kernel run. A longer row is an error that nothing here can see.
         rows_settled: True promises that the kernel launched right before this call did not write any tensor of `rows`
-            (it was the convolution, say): reading them may then start before that kernel ends.
+            (it was the convolution, say), nor the weight and cursor of `window`: reading them may then start before
+            that kernel ends.
         out: [B, T, H, V] or [1, N, H, V] to write into, its last two axes contiguous.
 
     Returns:
@@ -177,7 +185,8 @@ def kda_verify(
         Packed tokens of no row, and those of padding rows, are left as they are in a given `out` and zero in a new one.
 
     Raises:
-        ValueError: the window does not fit into the records, or `out` has another shape.
+        ValueError: the window does not fit into the records, the ring of `window` is too short, or `out` has another
+            shape.
 
     Source: `kda_verify_ref`.
     """
@@ -197,13 +206,35 @@ def kda_verify(
             f"out must be {tuple(tokens.value.shape)} like the values, heads and channels contiguous, got "
             f"{tuple(out.shape)} with strides {out.stride()}: outputs would be written elsewhere"
         )
+    if window is not None:
+        check_ring(window.ring, window.weight, 1 if rows.first_token is not None else max_tokens)
     if not runs_kernel(layer.checkpoint):
-        return _into(out, kda_verify_ref(tokens, layer, rows), rows)
+        return _into(out, kda_verify_ref(tokens, layer, rows, window), rows)
     held = 0 if not deferred else capacity - max_tokens if rows.max_held is None else rows.max_held
     in_chunk = max_tokens > SERIAL_TOKENS and max_tokens + held <= MAX_TOKENS
+    if window is not None and not (in_chunk and fits_inside(tokens, window, max_tokens)):
+        tokens, window, rows_settled = convolved_tokens(tokens, rows, window, conv_window), None, False
     if in_chunk:
-        return launch_kda_chunk(tokens, layer, rows, deferred=deferred, rows_settled=rows_settled, out=out)
+        return launch_kda_chunk(
+            tokens, layer, rows, deferred=deferred, window=window, rows_settled=rows_settled, out=out
+        )
     return launch_kda_serial(tokens, layer, rows, deferred=deferred, out=out)
+
+
+def fits_inside(tokens: Tokens, window: Window, max_tokens: int) -> bool:
+    """Whether the chunk kernel can convolve too: history and tokens are one line of its window, of one dtype."""
+    parts = (tokens.query, tokens.key, tokens.value)
+    return max_tokens + window.weight.shape[1] - 1 <= MAX_TOKENS and all(x.dtype == window.ring.dtype for x in parts)
+
+
+def convolved_tokens(tokens: Tokens, rows: Rows, window: Window, convolve: Callable[..., torch.Tensor]) -> Tokens:
+    """What `tokens` are after their convolution, by `conv_window` or its reference."""
+    parts = [tokens.query, tokens.key, tokens.value]
+    line = torch.cat([x.flatten(2) for x in parts], dim=2)
+    mixed = convolve(line, window.weight, window.ring, rows.slots, window.cursor, rows.num_rows, rows.first_token)
+    sizes = [x.shape[2] * x.shape[3] for x in parts]
+    mixed_parts = [m.unflatten(2, x.shape[2:]) for m, x in zip(mixed.split(sizes, dim=2), parts, strict=True)]
+    return Tokens(*mixed_parts, tokens.gate, tokens.beta)
 
 
 def _into(out: torch.Tensor | None, outputs: torch.Tensor, rows: Rows) -> torch.Tensor:
