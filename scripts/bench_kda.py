@@ -2,6 +2,7 @@
 
     python scripts/bench_kda.py --out kda.jsonl    # TP8, batch 1/16/64/256, three ways of folding
     python scripts/bench_kda.py --tp 8,1 --batch 1,16,64,256 --state float32,bfloat16
+    python scripts/bench_kda.py --only step,step-fused                         # convolution apart, or inside
     python scripts/bench_kda.py --variants --batch 1,64 --only verify,conv     # which tiles and warps are best
     python scripts/bench_kda.py --peers-script bench_kda_peers.py --peers DIR  # a peer harness, in the same process
     ncu --clock-control none --profile-from-start off ... python scripts/bench_kda.py --profile verify --batch 64
@@ -12,7 +13,8 @@ and windows for each, and several such sets where one would fit into the L2 cach
 memory as they do in serving; the spread is that of the 10th and 90th percentile. Activations are shared by the layers:
 in serving they come from the projection just before. Every configuration is checked before it is timed, on random
 inputs, against `kda_verify_ref`, `kda_commit_ref` and `conv_window_ref` in float64, and after it: a replay of the graph
-must be the eager launch bit for bit.
+must be the eager launch bit for bit. The verification that convolves ("fused") must leave every bit as the convolution
+and then the verification do.
 """
 
 import argparse
@@ -45,7 +47,7 @@ def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: st
 
 
 VARIANTS = (
-    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x128x8x128 128x64x4x128 64x64x4x168")
+    tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x128x8x128 128x64x4x128 128x64x4x168 64x64x4x168")
     | tiles("conv", conv_module, ("TILE", "SPREAD_TILE"), "512x4 256x4 128x4")
     | {
         "step-no-overlap": [(launch_module, "OVERLAP", 0)],
@@ -53,7 +55,15 @@ VARIANTS = (
 )
 
 
-def graph_is_eager(problem: Problem) -> bool:
+# Phases that a variant may change, by how its name begins.
+CONCERNED = {
+    "chunk": {"verify", "fused", "step", "step-fused"},
+    "conv": {"conv"},
+    "step": {"step", "step-fused"},
+}
+
+
+def graph_is_eager(problem: Problem, fused: bool = False) -> bool:
     """Whether a replay of a step's graph leaves every bit of outputs, states and records where the eager step does.
 
     Cursors and one layer are saved and restored around the two; the others keep what the second step makes of them.
@@ -61,7 +71,7 @@ def graph_is_eager(problem: Problem) -> bool:
     probed = problem.layers_per_set - 1
     layer, cursor = problem.sets[0][probed], problem.cursors[0]
     held: list[torch.Tensor] = []
-    graph = captured(lambda: held.append(problem.step(0)))
+    graph = captured(lambda: held.append(problem.step(0, fused)))
     problem.redraw()
     live = [
         layer.checkpoint, *vars(layer.records).values(), problem.windows[0][probed], cursor.start, cursor.held,
@@ -72,7 +82,7 @@ def graph_is_eager(problem: Problem) -> bool:
     replayed = [x.clone() for x in [held[-1], *live]]
     for x, old in zip(live, saved, strict=True):
         x.copy_(old)
-    eager = [problem.step(0), *live]
+    eager = [problem.step(0, fused), *live]
     return all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
 
 
@@ -97,7 +107,9 @@ def phases(problem: Problem) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {
         "verify": lambda: [problem.verify(index, layer, rows[index], mixed) for index, layer in every],
         "conv": lambda: [problem.convolve(index, layer) for index, layer in every],
+        "fused": lambda: [problem.fused(index, layer, rows[index]) for index, layer in every],
         "step": lambda: [problem.step(index) for index in range(problem.num_sets)],
+        "step-fused": lambda: [problem.step(index, fused=True) for index in range(problem.num_sets)],
     }
     if not problem.shape.ring:
         found["commit"] = lambda: [
@@ -124,7 +136,7 @@ def measure(problem: Problem, variant: str, only: set[str], bandwidth: float, re
         if only and phase not in only:
             continue
         # Where folding is deferred, some steps fold: a group has to see as many of either kind as there are.
-        varies = phase == "step" and shape.capacity > 2 * shape.tokens
+        varies = phase.startswith("step") and shape.capacity > 2 * shape.tokens
         timing = timed(run, groups=9, least=12) if varies else timed(run)
         layers = problem.num_sets * problem.layers_per_set
         scale = LAYERS / layers
@@ -135,8 +147,9 @@ def measure(problem: Problem, variant: str, only: set[str], bandwidth: float, re
             high=timing.high * scale, us_layer=timing.median * 1e3 / layers, gb_s=rate / 1e9,
             share=rate / bandwidth, layers=layers, held=held, folded=folded,
         )  # fmt: skip
-    if (not only or "step" in only) and not graph_is_eager(problem):
-        report.fail(f"{names}: a replayed step is not the eager step")
+    for phase in ("step", "step-fused"):
+        if (not only or phase in only) and not graph_is_eager(problem, fused=phase == "step-fused"):
+            report.fail(f"{names}: a replayed {phase} is not the eager one")
 
 
 def shapes(args: argparse.Namespace) -> list[Shape]:
@@ -166,7 +179,10 @@ def run_ours(args: argparse.Namespace, bandwidth: float, report: Report, late: C
                 report.fail(f"{shape.names()} {name}: not run, the time limit is over")
                 continue
             print(f"{shape.names()} {name}", flush=True)
-            only = {"chunk": {"verify", "step"}}.get(name[:5], {name.split("-")[0]}) if changes else set(args.only)
+            only = set(args.only)
+            if changes:
+                concerned = CONCERNED[name.split("-")[0]]
+                only = concerned & only or concerned
             deferred = shape.capacity > 2 * shape.tokens
             if (only == {"commit"} and shape.ring) or (name == "step-fold-inside" and not deferred):
                 continue
@@ -196,6 +212,9 @@ def profile(args: argparse.Namespace) -> None:
         elif args.profile == "conv":
             for layer in range(last):
                 problem.convolve(0, layer)
+        elif args.profile == "fused":
+            for layer in range(last):
+                problem.fused(0, layer, rows)
         else:
             kda_commit(problem.tables[0], rows, problem.accepted[0])
         torch.cuda.synchronize()
@@ -222,7 +241,7 @@ def parse_args() -> argparse.Namespace:
         "--mode", type=words, default=["commit", "fold", "ring-25"],
         help="commit (fold after every step), fold (in the next verification), ring-R (when R records are full)",
     )  # fmt: skip
-    parser.add_argument("--only", type=words, default=[], help="phases: verify, commit, conv, step")
+    parser.add_argument("--only", type=words, default=[], help="phases: verify, commit, conv, fused, step, step-fused")
     parser.add_argument("--variants", nargs="?", const="", help="also other tiles and warps; prefixes of names to take")
     parser.add_argument("--peers-script", help="the peer harness, a Python file")
     parser.add_argument("--peers", help="folder with the peers' files, as the harness's --stage makes it")
@@ -232,7 +251,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--out", help="JSON lines")
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds; what is left then is listed, not run")
-    parser.add_argument("--profile", choices=["verify", "commit", "conv"], help="launch one phase for a profiler")
+    parser.add_argument(
+        "--profile", choices=["verify", "commit", "conv", "fused"], help="launch one phase for a profiler"
+    )
     return parser.parse_args()
 
 

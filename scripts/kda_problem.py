@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from dspark.kernels.conv_window import conv_window, conv_window_ref
-from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
+from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens, Window
+from dspark.kernels.kda_chunk import launch_kda_chunk
 from dspark.kernels.kda_commit import kda_commit, kda_commit_ref
 from dspark.kernels.kda_ring import RingCursor
 from dspark.kernels.kda_verify import kda_verify, kda_verify_ref
@@ -142,11 +143,23 @@ class Problem:
         tokens = self.tokens_of(mixed)
         return kda_verify(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, rows_settled=True)
 
-    def step(self, index: int) -> torch.Tensor:
-        """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs."""
+    def fused(self, index: int, layer: int, rows: Rows) -> torch.Tensor:
+        """Convolution and verification in one launch."""
+        window = Window(self.weights[layer], self.windows[index][layer], self.window_cursor[index])
+        return launch_kda_chunk(
+            self.tokens_of(self.inputs), self.sets[index][layer], rows, deferred=self.shape.ring, window=window,
+            rows_settled=True,
+        )  # fmt: skip
+
+    def step(self, index: int, fused: bool = False) -> torch.Tensor:
+        """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs. `fused`: the
+        verification convolves."""
         rows = self.plan(index)
         for layer in range(self.layers_per_set):
-            out = self.verify(index, layer, rows, self.convolve(index, layer))
+            if fused:
+                out = self.fused(index, layer, rows)
+            else:
+                out = self.verify(index, layer, rows, self.convolve(index, layer))
         self.accept(index, rows)
         return out
 
@@ -175,6 +188,8 @@ class Problem:
             "commit": commit,
             "conv": conv,
             "step": whole,
+            "fused": whole - (0 if shape.ring else commit),
+            "step-fused": whole,
         }[phase]
 
 
@@ -199,7 +214,8 @@ def picked(problem: Problem, layer: KDALayer, rows: Rows, index: torch.Tensor) -
 
 
 def check(problem: Problem, layer_index: int) -> dict[str, float]:
-    """Largest relative errors of one layer of the first set, in one step on fresh inputs, against float64."""
+    """Largest relative errors of one layer of the first set, in one step on fresh inputs, against float64; and whether
+    the verification that convolves leaves every bit as the two launches do (0 or infinity)."""
     shape = problem.shape
     problem.redraw()
     layer, rows = problem.sets[0][layer_index], problem.plan(0)
@@ -213,12 +229,20 @@ def check(problem: Problem, layer_index: int) -> dict[str, float]:
         problem.window_cursor[0][index],
         problem.num_rows[index],
     )
+    changed = [window, layer.checkpoint, *vars(layer.records).values()]
+    before = [x.clone() for x in changed]
     mixed = problem.convolve(0, layer_index)
     exact, cut = picked(problem, layer, rows, index)
     tokens = Tokens(*(x[index].double() for x in vars(problem.tokens_of(mixed)).values()))
     expected = kda_verify_ref(tokens, exact, cut)
     out = problem.verify(0, layer_index, rows, mixed)
     errors = {"conv": relative(mixed[index], exact_mixed), "out": relative(out[index], expected)}
+    after = [out, *(x.clone() for x in changed)]
+    for x, old in zip(changed, before, strict=True):
+        x.copy_(old)
+    again = [problem.fused(0, layer_index, rows), *changed]
+    equal = all(torch.equal(a, b) for a, b in zip(again, after, strict=True))
+    errors["fused"] = 0.0 if equal else float("inf")
     new = (rows.start + rows.held)[index, None] + torch.arange(shape.tokens, device="cuda")
     new, at = new % shape.capacity, torch.arange(len(index), device="cuda")[:, None]
     ring = rows.record_slots[index][:, None]
