@@ -172,7 +172,8 @@ def kda_verify(
         rows: where each row's state lies. held + T must not exceed the records' capacity.
         deferred: False promises that no row holds records, as after `Rows.current`; kernels then skip looking for them.
         window: the convolution in front, if it is to be done here: `tokens.query`, `key` and `value` are then its
-            inputs. Outcome, outputs, records and ring, is that of `conv_window` and then this without `window`.
+            inputs. Outputs, records and ring are those of `conv_window` and then this without `window`; convolved keys
+            and the ring to the bit, the rest but for the order in which a kernel sums squares.
         max_tokens: the most tokens that a row has, where tokens are packed; default the records' capacity. At most 16
             lets the chunk kernel run. A longer row is an error that nothing here can see.
         rows_settled: True promises that the kernel launched right before this call did not write any tensor of `rows`

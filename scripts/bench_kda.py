@@ -13,8 +13,8 @@ and windows for each, and several such sets where one would fit into the L2 cach
 memory as they do in serving; the spread is that of the 10th and 90th percentile. Activations are shared by the layers:
 in serving they come from the projection just before. Every configuration is checked before it is timed, on random
 inputs, against `kda_verify_ref`, `kda_commit_ref` and `conv_window_ref` in float64, and after it: a replay of the graph
-must be the eager launch bit for bit. The verification that convolves ("fused") must leave every bit as the convolution
-and then the verification do.
+must be the eager launch bit for bit. The verification that convolves ("fused") must leave inputs, keys and
+gates bit for bit as the convolution and then the verification do, and the rest up to roundings.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Verification that convolves too: outputs, records, checkpoints and ring of inputs are, bit for bit, those of the
-convolution and then the verification."""
+"""Verification that convolves too: outputs, records, checkpoints and ring of inputs are those of the convolution and
+then the verification, bit for bit where sums are taken in one order."""
 
 import dataclasses
 
@@ -8,7 +8,9 @@ import torch
 from kda_cases import (
     BOUNDED,
     DEVICE,
+    KERNEL_ERROR,
     SOFTPLUS,
+    close,
     copied,
     draw,
     filled,
@@ -47,6 +49,7 @@ def bits(*tensors):
 
 
 def outcome(out, layer, window):
+    """Outputs, states, corrections, keys, gates, inputs."""
     return bits(out, layer.checkpoint, *vars(layer.records).values(), window.ring)
 
 
@@ -61,7 +64,14 @@ def both_ways(tokens, layer, rows, window, **options):
 
 
 def same(got, expected):
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    """On a device the two programs sum squares in different orders, which moves outputs, corrections and states by
+    roundings; convolved keys, gates and inputs are the same bits everywhere."""
+    exact = range(len(got)) if DEVICE == "cpu" else (3, 4, 5)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if i in exact:
+            assert torch.equal(a, b)
+        else:
+            close(a, b, 8e-3 if a.dtype == torch.bfloat16 else KERNEL_ERROR)
 
 
 CASES = [
