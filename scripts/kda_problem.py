@@ -144,12 +144,12 @@ class Problem:
         return kda_verify(tokens, self.sets[index][layer], rows, deferred=self.shape.ring, rows_settled=True)
 
     def fused(self, index: int, layer: int, rows: Rows) -> torch.Tensor:
-        """Convolution and verification in one launch."""
+        """Convolution and verification in one launch. Right before that of the first layer the rows are made."""
         window = Window(self.weights[layer], self.windows[index][layer], self.window_cursor[index])
+        tokens, settled = self.tokens_of(self.inputs), layer > 0
         return launch_kda_chunk(
-            self.tokens_of(self.inputs), self.sets[index][layer], rows, deferred=self.shape.ring, window=window,
-            rows_settled=True,
-        )  # fmt: skip
+            tokens, self.sets[index][layer], rows, deferred=self.shape.ring, window=window, rows_settled=settled
+        )
 
     def step(self, index: int, fused: bool = False) -> torch.Tensor:
         """A whole step of one set: plan, every layer, acceptance. Returns the last layer's outputs. `fused`: the
