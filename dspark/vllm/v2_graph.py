@@ -159,7 +159,8 @@ class SampleGraphs:
         fixed = replace(
             batch,
             idx_mapping=slots,
-            expanded_idx_mapping=slots[:, None].expand(count, self.width).reshape(-1),
+            # A copy for one request too, of which an expansion would be a view: kernels go by addresses, not strides.
+            expanded_idx_mapping=slots[:, None].repeat(1, self.width).view(-1),
             expanded_local_pos=self.local_pos[:rows],
             logits_indices=self.rows[:rows],
             cu_num_logits=self.row_starts[: count + 1],

@@ -2,10 +2,11 @@
 that reads everything that vLLM's reads.
 
 Logits are small integers and noise is integer hashing, so that numbers do not depend on how many rows are computed at a
-time. The three kernels of vLLM's sampling parameters are replaced by their definitions.
+time. The three kernels of vLLM's sampling parameters are replaced by their definitions. What kernels read is read as
+they read it (`by_address`).
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,8 +23,20 @@ from vllm.v1.worker.gpu.states import RequestState
 K, WIDTH, HIDDEN, VOCAB, MOST, TOKENS = 3, 4, 5, 32, 8, 64
 
 
+def by_address(values):
+    """A vector as kernels read it: entries that follow one another in memory, whatever the strides say."""
+    return values.as_strided(values.shape, [1])
+
+
+def batch_by_address(batch):
+    """The same of all that is in a batch."""
+    vectors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    return replace(batch, **{name: by_address(value) for name, value in vectors.items()})
+
+
 def vllms_sample(runner, hidden_states, batch, grammar):
     """vLLM's `GPUModelRunner.sample`; what a request gets depends on that request only."""
+    batch = batch_by_address(batch)
     sampler, rows = runner.sampler, batch.expanded_idx_mapping
     params = sampler.sampling_states
     logits = hidden_states[batch.logits_indices] @ runner.head

@@ -93,6 +93,16 @@ def test_a_slot_that_is_used_again_has_its_new_request(runner, sample):
     assert TapeRecorder.recorded == 1
 
 
+def test_a_request_alone_after_a_batch_has_its_own_slot_in_every_row(runner, sample):
+    """Temperature and prompt length of the others would change its law, or take its drafts for placeholders."""
+    generator = torch.Generator().manual_seed(11)
+    for slot, (prompt_len, temperature) in enumerate([(5, 0.6), (45, 1.5), (30, 0.3), (5, 0.0)]):
+        admit(runner, slot, prompt_len, temperature=temperature, seed=slot)
+    for slots in ([0, 1, 2, 3], [0], [2, 1, 3, 0], [3], [2], [0]):
+        for _ in range(4):
+            check_step(runner, sample, make_step(runner, generator, slots, len(slots)))
+
+
 def test_vllms_parameters_stay_where_they_are(runner, sample):
     states = runner.sampler.sampling_states
     step = make_step(runner, torch.Generator().manual_seed(6), [3], 1)

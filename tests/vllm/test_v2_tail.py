@@ -11,7 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graph_steps import MOST, TOKENS, VOCAB, WIDTH, K, admit, make_runner, make_step, vllms_sample
+from graph_steps import (
+    MOST,
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    K,
+    admit,
+    batch_by_address,
+    by_address,
+    make_runner,
+    make_step,
+    vllms_sample,
+)  # fmt: skip
 from graph_tape import TapeRecorder
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import model_runner
@@ -128,6 +140,7 @@ def define_kernels(patch):
     """vLLM's kernels in torch, without waiting for the device."""
 
     def post_update(slots, computed, last, counts, tokens, num_sampled, num_rejected, starts, everything, lengths, *_):
+        slots, num_sampled, num_rejected, starts = map(by_address, (slots, num_sampled, num_rejected, starts))
         start = lengths[slots]
         for place in range(tokens.shape[1]):
             there = (place < num_sampled)[:, None] & (torch.arange(everything.shape[1]) == (start + place)[:, None])
@@ -145,6 +158,7 @@ def define_kernels(patch):
         rejected, last, prefill, new_temperature, new_seeds, tables, block_size, rank, size, interleave, mask, queries,
         steps, most, tokens, longest, anchor, count,
     ):  # fmt: skip
+        batch, sampled, rejected = batch_by_address(batch), by_address(sampled), by_address(rejected)
         slots, ends = batch.idx_mapping, batch.query_start_loc[1 : count + 1]
         before = batch.positions[(ends - rejected - 1).long()]
         bonus = torch.where(sampled > 0, last[slots, 0], prefill[0, slots])
