@@ -61,13 +61,11 @@ class KimiDeltaAttention(ReplayedModule):
 
     def run(self, hidden_states: torch.Tensor, state: RecurrentState, index: int) -> torch.Tensor:
         module, shape = self.module, (*hidden_states.shape[:2], -1, self.module.head_dim)
-        projections = (module.q_proj, module.k_proj, module.v_proj)
-        mixed = torch.cat([project(hidden_states) for project in projections], dim=-1)
-        mixed = state.convolve(index, mixed, module.conv1d.weight[:, 0])
-        query, key, value = (part.view(shape) for part in mixed.chunk(3, dim=-1))
-        gate = module.forget_gate
+        projections, gate = (module.q_proj, module.k_proj, module.v_proj), module.forget_gate
+        query, key, value = (project(hidden_states).view(shape) for project in projections)
         raw_gate = gate.f_b_proj(gate.f_a_proj(hidden_states)).view(shape)
-        outputs = state.attend(index, Tokens(query, key, value, raw_gate, module.b_proj(hidden_states)))
+        tokens = Tokens(query, key, value, raw_gate, module.b_proj(hidden_states))
+        outputs = state.attend(index, tokens, module.conv1d.weight[:, 0])
         output_gate = module.g_b_proj(module.g_a_proj(hidden_states)).view(shape)
         return module.o_proj(module.o_norm(outputs, output_gate).flatten(2))
 

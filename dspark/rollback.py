@@ -15,12 +15,12 @@ import torch
 
 from dspark.cache import RaggedKV
 from dspark.kernels.conv_window import conv_window
-from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens
+from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Rows, Tokens, Window
 from dspark.kernels.kda_chunk import MAX_TOKENS
 from dspark.kernels.kda_commit import kda_commit
 from dspark.kernels.kda_prefill import kda_prefill
 from dspark.kernels.kda_ring import RingCursor
-from dspark.kernels.kda_verify import kda_verify
+from dspark.kernels.kda_verify import convolved_tokens, kda_verify
 
 
 def ring_capacity(window: int) -> int:
@@ -153,14 +153,19 @@ class RecurrentState:
         ring[rows.slots, :history] = scratch[local[:, None], last]
         return mixed
 
-    def attend(self, layer: int, tokens: Tokens) -> torch.Tensor:
+    def attend(self, layer: int, tokens: Tokens, weight: torch.Tensor | None = None) -> torch.Tensor:
         """Outputs [B, T, H, V] of this pass's tokens; inputs are recorded, or the state written if this is a
-        prefill."""
+        prefill. With `weight` [C, W], queries, keys and values are the inputs of `convolve`, which then is done here:
+        where the kernels allow, in the same launch."""
         assert self._rows is not None, "a layer ran outside a pass: begin() comes first"
         rows, state = self._rows, self.layers[layer]
         if not self._fresh:
             self._attended.add(layer)
-            return kda_verify(tokens, state, rows, deferred=self.defer_folds)
+            window = None if weight is None else Window(weight, self.rings[layer], self.conv_cursor[rows.slots])
+            return kda_verify(tokens, state, rows, deferred=self.defer_folds, window=window)
+        if weight is not None:
+            window = Window(weight, self.rings[layer], rows.start)
+            tokens = convolved_tokens(tokens, rows, window, lambda line, taps, *_: self.convolve(layer, line, taps))
         zero = torch.zeros_like(state.checkpoint[:1]).expand(len(rows.slots), -1, -1, -1)
         outputs, final = kda_prefill(tokens, state.gate, zero, rows.num_rows)
         state.checkpoint[rows.slots] = final.to(state.checkpoint.dtype)

@@ -24,6 +24,9 @@ from dspark.kernels.kda_device import exp_of, first_of_row, folded, head_rate, l
 # sixteen.
 SERIAL_TOKENS = 4
 SERIAL_TILE_V, SERIAL_WARPS = 32, 4
+# Requests times heads from which on the convolution stays a launch of its own (0: always). Few requests gain by one
+# launch less; with many it is work that counts, and each value tile of a head convolves that head's keys again.
+FUSE_BELOW = 193
 
 
 def kda_verify_ref(tokens: Tokens, layer: KDALayer, rows: Rows, window: Window | None = None) -> torch.Tensor:
@@ -213,7 +216,7 @@ def kda_verify(
         return _into(out, kda_verify_ref(tokens, layer, rows, window), rows)
     held = 0 if not deferred else capacity - max_tokens if rows.max_held is None else rows.max_held
     in_chunk = max_tokens > SERIAL_TOKENS and max_tokens + held <= MAX_TOKENS
-    if window is not None and not (in_chunk and fits_inside(tokens, window, max_tokens)):
+    if window is not None and not (in_chunk and fits_inside(tokens, window, rows, max_tokens)):
         tokens, window, rows_settled = convolved_tokens(tokens, rows, window, conv_window), None, False
     if in_chunk:
         return launch_kda_chunk(
@@ -222,10 +225,12 @@ def kda_verify(
     return launch_kda_serial(tokens, layer, rows, deferred=deferred, out=out)
 
 
-def fits_inside(tokens: Tokens, window: Window, max_tokens: int) -> bool:
-    """Whether the chunk kernel can convolve too: history and tokens are one line of its window, of one dtype."""
+def fits_inside(tokens: Tokens, window: Window, rows: Rows, max_tokens: int) -> bool:
+    """Whether the chunk kernel convolves too. It can if history and tokens are one line of its window, of one dtype;
+    it does where that is no slower, see `FUSE_BELOW`."""
     parts = (tokens.query, tokens.key, tokens.value)
-    return max_tokens + window.weight.shape[1] - 1 <= MAX_TOKENS and all(x.dtype == window.ring.dtype for x in parts)
+    can = max_tokens + window.weight.shape[1] - 1 <= MAX_TOKENS and all(x.dtype == window.ring.dtype for x in parts)
+    return can and len(rows.slots) * tokens.value.shape[2] < FUSE_BELOW
 
 
 def convolved_tokens(tokens: Tokens, rows: Rows, window: Window, convolve: Callable[..., torch.Tensor]) -> Tokens:

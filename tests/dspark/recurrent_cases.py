@@ -47,10 +47,13 @@ def layer_tokens(mixed, rest):
 
 
 def run(state, rows, prompt_lengths=None):
-    """One pass of all layers over inputs [B, T, ...]; returns the outputs of the last layer."""
+    """One pass of all layers over inputs [B, T, ...]; returns the outputs of the last layer. The first layer's
+    convolution is a call of its own, the others' are part of the attention's."""
     state.begin(rows.shape[1], prompt_lengths)
     channels = specs()[0].channels
     for layer in range(LAYERS):
-        mixed = state.convolve(layer, rows[..., :channels], WEIGHT)
-        outputs = state.attend(layer, layer_tokens(mixed, rows[..., channels:]))
+        raw, rest = rows[..., :channels], rows[..., channels:]
+        weight = WEIGHT.to(rows.dtype)
+        mixed = state.convolve(layer, raw, weight) if layer == 0 else raw
+        outputs = state.attend(layer, layer_tokens(mixed, rest), None if layer == 0 else weight)
     return outputs
