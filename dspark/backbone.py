@@ -121,7 +121,7 @@ class DrafterAttention(nn.Module):
             queries: [B, R, heads, head_dim].
             keys: [B, S, kv heads, head_dim].
             values: [B, S, kv heads, head_dim].
-            mask: [B, 1, R, S] bool, True = visible.
+            mask: [B, 1, R, S], `additive`.
 
         Returns:
             [B, R, hidden].
@@ -220,7 +220,10 @@ class Backbone(nn.Module):
         num_rows = embedded.shape[1]
         positions = cache.lengths[:, None] + torch.arange(num_rows, device=embedded.device)
         cos, sin = rotary_tables(self.config, positions, self.dtype)
-        masks = {each: block_mask(cache.lengths, cache.max_length, num_rows, each) for each in set(self.config.layers)}
+        masks = {
+            each: additive(block_mask(cache.lengths, cache.max_length, num_rows, each), self.dtype)
+            for each in set(self.config.layers)
+        }
         x = embedded
         for index, (layer, settings) in enumerate(zip(self.draft_layers, self.config.layers, strict=True)):
             normed = layer.input_layernorm(x)
@@ -232,6 +235,16 @@ class Backbone(nn.Module):
             x = x + layer.self_attn.attend(layer.self_attn.queries(normed, cos, sin), keys, values, masks[settings])
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask [..., S] bool as attention adds it to its scores, 0 or -inf; once, where it would be made in every layer.
+
+    Rows start at multiples of 8 entries: kernels of a GPU copy others once more.
+    """
+    width = visible.shape[-1]
+    mask = torch.zeros(*visible.shape[:-1], -(-width // 8) * 8, dtype=dtype, device=visible.device)[..., :width]
+    return mask.masked_fill_(~visible, float("-inf"))
 
 
 def block_mask(lengths: torch.Tensor, num_slots: int, num_rows: int, settings: LayerConfig) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.nn.attention import sdpa_kernel
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import CacheLayerMixin
 
-from dspark.backbone import ATTENTION_BACKENDS
+from dspark.backbone import ATTENTION_BACKENDS, additive
 from dspark.cache import Place, RaggedKV
 from dspark.recurrent import RECURRENT_TYPES, ReplayLayer, attach
 from dspark.rollback import HybridCache
@@ -106,7 +106,7 @@ class HFTarget:
         self.layers = decoder_layers(model)
         self.recurrent = attach(list(self.layers), getattr(self.config, "layer_types", None) or ())
         if model.config._attn_implementation != "sdpa":
-            model.set_attn_implementation("sdpa")  # takes the boolean mask of a ragged batch as it is
+            model.set_attn_implementation("sdpa")  # takes the mask of a ragged batch as it is
         self.vocab_size: int = self.config.vocab_size
         self.num_layers: int = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
@@ -279,7 +279,7 @@ class HFTarget:
         with sdpa_kernel(ATTENTION_BACKENDS):
             output = self.model(
                 input_ids=tokens,
-                attention_mask=mask,
+                attention_mask=additive(mask, self.dtype),
                 position_ids=positions,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
