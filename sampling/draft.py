@@ -4,13 +4,14 @@ The caller passes the logits of one position, Markov bias included. The distribu
 token was drawn from, so that no later step can recompute it differently.
 """
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
 from dspark.sampling.params import SamplingTensors, Softening, check_peaks, widened
 from dspark.sampling.proposal import Proposal, make_proposal
-from dspark.sampling.streams import Purpose, Streams, draw_in_groups, group_noise
+from dspark.sampling.streams import GROUP, Purpose, Streams, draw_in_groups
 
 Drafting = Literal["greedy", "probabilistic"]
 
@@ -46,29 +47,25 @@ def draft_token(
     return token, block.probs[0] if block.probs else None
 
 
+@dataclass
 class BlockDraws:
     """The draws of a block, position after position. What they have in common is computed once, and nothing waits for
-    the device before `check`.
+    the device before `check`. Arguments as in `draft_token`, but positions [B, K] of all drafted tokens.
     """
 
-    def __init__(
-        self,
-        params: SamplingTensors,
-        streams: Streams,
-        positions: torch.Tensor,
-        drafting: Drafting = "probabilistic",
-        ids: torch.Tensor | None = None,
-    ) -> None:
-        """Arguments as in `draft_token`, but positions [B, K] of all drafted tokens."""
-        if drafting not in get_args(Drafting):
-            raise ValueError(f"drafting must be one of {', '.join(get_args(Drafting))}; got {drafting!r}")
-        self.params, self.streams, self.positions, self.ids = params, streams, positions, ids
-        self.one_hot = drafting == "greedy" or params.all_greedy
+    params: SamplingTensors
+    streams: Streams
+    positions: torch.Tensor
+    drafting: Drafting = "probabilistic"
+    ids: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.drafting not in get_args(Drafting):
+            raise ValueError(f"drafting must be one of {', '.join(get_args(Drafting))}; got {self.drafting!r}")
+        self.one_hot = self.drafting == "greedy" or self.params.all_greedy
         self.tokens: list[torch.Tensor] = []
         self.probs: list[torch.Tensor] = []
         self.peaks: list[torch.Tensor] = []
-        self._soften: Softening
-        self._noise: list[tuple[torch.Tensor, ...]]
 
     def draw(self, i: int, logits: torch.Tensor) -> torch.Tensor:
         """Token [B] of draft i, a target id, from logits [B, D]; i counts from 0."""
@@ -77,12 +74,13 @@ class BlockDraws:
         else:
             logits = widened(logits)
             if i == 0:
-                self._soften = Softening(self.params, logits.shape[-1], logits.dtype)
-                noise = group_noise(self.streams, self.positions, Purpose.DRAFT, logits.shape[-1], logits.dtype)
-                self._noise = list(zip(*(each.unbind(1) for each in noise), strict=True))
+                at, width, dtype = (self.positions, Purpose.DRAFT), logits.shape[-1], logits.dtype
+                self.soften = Softening(self.params, width, dtype)
+                self.noise = self.streams.exponential_of_groups(*at, -(-width // GROUP), dtype).unbind(1)
+                self.uniform = self.streams.uniform(*at).unbind(1)
             self.peaks.append(logits.amax(-1, keepdim=True))
-            self.probs.append(self._soften(logits, self.peaks[i]))
-            column = draw_in_groups(self.probs[i], *self._noise[i])
+            self.probs.append(self.soften(logits, self.peaks[i]))
+            column = draw_in_groups(self.probs[i], self.noise[i], self.uniform[i])
         self.tokens.append(column if self.ids is None else self.ids[column])
         return self.tokens[i]
 

@@ -140,12 +140,6 @@ class SamplingTensors:
         """Whether no row needs random numbers."""
         return not self.host[0].any()
 
-    @property
-    def truncating(self) -> np.ndarray:
-        """[B] bool: the rows of which top-k, top-p or min-p may take tokens away."""
-        temperature, top_k, top_p, min_p = self.host
-        return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-
     def rows(self, index: torch.Tensor) -> "SamplingTensors":
         """The requests that `index` selects: [n] int64 or a [B] bool mask."""
         return self._map(lambda field: field[index])

@@ -117,9 +117,7 @@ def verify_logits(
     """
     if not logits.is_cuda or logits.dtype == torch.float64:
         return rejection_sample(proposal, to_distribution(logits, params), streams, positions, num_offered)
-    if params.truncating.any():
-        logits = _cut(logits, params)
-    block, law = kernel_inputs(proposal, logits, params, streams, positions, num_offered)
+    block, law = kernel_inputs(proposal, _cut(logits, params), params, streams, positions, num_offered)
     out = verify(block, law, proposal.num_draft_tokens, overlap=True)
     raise_for_status(out.status)
     assert out.overlap is not None
@@ -170,11 +168,12 @@ def _draft_law(proposal: Proposal, vocab_size: int) -> DraftLaw:
 
 def _cut(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """Logits with -inf where `to_distribution` cuts, so that only the temperature is left to apply."""
-    if params.truncating.all():
-        return logits.masked_fill(to_distribution(logits, params) == 0, float("-inf"))
-    rows = torch.from_numpy(params.truncating.nonzero()[0]).to(logits.device, non_blocking=True)
-    kept = to_distribution(logits[rows], params.rows(rows)) > 0
-    return logits.index_copy(0, rows, logits[rows].masked_fill(~kept, float("-inf")))
+    temperature, top_k, top_p, min_p = params.host
+    truncated = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    if not truncated.any():
+        return logits
+    mask = torch.from_numpy(truncated).to(logits.device, non_blocking=True)[:, None, None]
+    return logits.masked_fill(mask & (to_distribution(logits, params) == 0), float("-inf"))
 
 
 def _judge(

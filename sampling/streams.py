@@ -250,16 +250,8 @@ def sample_in_groups(probs: torch.Tensor, streams: Streams, positions: torch.Ten
         AssertionError: a row has no positive probability.
     """
     assert (probs > 0).any(-1).all(), "a row of probs has no positive entry: nothing can be drawn"
-    return draw_in_groups(probs, *group_noise(streams, positions, purpose, probs.shape[-1], probs.dtype))
-
-
-def group_noise(
-    streams: Streams, positions: torch.Tensor, purpose: Purpose, width: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What draws at positions [B, N] need beside probabilities [B, N, width] of a dtype: the exponentials of the groups
-    and the uniform numbers."""
-    times = streams.exponential_of_groups(positions, purpose, -(-width // GROUP), dtype)
-    return times, streams.uniform(positions, purpose)
+    noise = streams.exponential_of_groups(positions, purpose, -(-probs.shape[-1] // GROUP), probs.dtype)
+    return draw_in_groups(probs, noise, streams.uniform(positions, purpose))
 
 
 def draw_in_groups(probs: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
