@@ -286,19 +286,19 @@ def distance(left: dict[str, int], right: dict[str, int]) -> float:
 
 
 HEADER = (
-    "| head | plug-in | graphs | greedy equals plain | tokens a step, T=0 | T=1 | seeded alone as in batch | law |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| head | plug-in | graphs | greedy is plain | tokens a step: T=0 | T=1 | alone as in batch: T=0 | T=1 | law |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
 def row(run: dict[str, Any], plain: dict[str, Any] | None) -> str:
     """A line of the table: a run against the plain one."""
     if "error" in run:
-        cells = [f"does not run: {run['error']}", "", "", "", ""]
+        cells = [f"does not run: {run['error']}", "", "", "", "", ""]
     else:
         greedy, sampled = run["T=0"], run["T=1"]
         cells = ["", *(f"{each['tokens_per_step']:.2f}" for each in (greedy, sampled))]
-        cells += [str(sampled["alone_as_in_the_batch"]), ""]
+        cells += [*(str(each["alone_as_in_the_batch"]) for each in (greedy, sampled)), ""]
         if plain is not None:
             same = [a == b for a, b in zip(greedy["tokens"], plain["T=0"]["tokens"], strict=True)]
             far = max(distance(a, b) for a, b in zip(run["law"], plain["law"], strict=True))
