@@ -35,7 +35,7 @@ logger = init_logger("vllm.dspark")
 
 # Graphs share memory for the logits of one step, and a second copy where parameters change them, which vLLM has not set
 # aside: with more, the launches hardly matter.
-MAX_LOGITS_BYTES = 2**28
+MAX_LOGITS_BYTES = 2**29
 # Of some 20 launches each. They are numbers of requests times choices of stages, of which a server meets few.
 MAX_GRAPHS = 256
 
