@@ -135,12 +135,18 @@ class Window:
     Attributes:
         weight: [C, W].
         ring: [N, R, C], inputs of recent tokens by slot of the state, contiguous within a slot.
-        cursor: [B] int64, ring row of each row's first token.
+        cursor: [B] int64, ring row of each row's first token; None: W - 1, so that a ring begins with the history.
+        spare: [B, C] of the ring's dtype, used without a cursor only: ring row R of each row of the batch, for rings
+            that are one row too short for the longest step.
     """
 
     weight: torch.Tensor
     ring: torch.Tensor
-    cursor: torch.Tensor
+    cursor: torch.Tensor | None
+    spare: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.cursor is None) == (self.spare is not None), "a window has a cursor, or spare rows"
 
 
 @dataclass(frozen=True)

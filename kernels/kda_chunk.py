@@ -93,11 +93,11 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     slots_ptr, record_slots_ptr, num_rows_ptr, start_ptr, held_ptr, fold_ptr, first_token_ptr,
     lower_bound, num_tokens,
     query_stride, key_stride, value_stride, gate_stride, beta_stride, out_stride, state_stride, u_stride, record_stride,
-    weight_ptr, ring_ptr, cursor_ptr, ring_stride,
+    weight_ptr, ring_ptr, cursor_ptr, ring_stride, spare_ptr,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_RATE: tl.constexpr, FACTORED: tl.constexpr, HOLDS: tl.constexpr, PACKED: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    TILE_V: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, OVERLAP: tl.constexpr,
+    TILE_V: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, SPARE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(2)
     if OVERLAP == 1:
@@ -122,7 +122,9 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     folds = (tl.load(fold_ptr + row) != 0) & (held > 0)
     ROW: tl.constexpr = HEADS * (2 * KEY_DIM + VALUE_DIM)
     if WIDTH:  # queries, keys and values are inputs of a convolution
-        cursor = tl.load(cursor_ptr + row).to(tl.int32)
+        cursor, spare = WIDTH - 1, spare_ptr + row.to(tl.int64) * ROW
+        if not SPARE:
+            cursor = tl.load(cursor_ptr + row).to(tl.int32)
         ring = ring_ptr + tl.maximum(slot, 0) * ring_stride
         at_queries, at_keys = head * KEY_DIM, (HEADS + head) * KEY_DIM
         at_values = 2 * HEADS * KEY_DIM + head * VALUE_DIM + first_value
@@ -178,12 +180,12 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
     own_queries = query_ptr + token * query_stride + head * KEY_DIM
     if WIDTH:
         raw_query = convolved(
-            own_queries, query_stride, weight_ptr + at_queries * WIDTH, ring + at_queries, cursor, count,
-            first_value == 0, t, is_new, columns, KEY_DIM, ROW, RING, WIDTH,
+            own_queries, query_stride, weight_ptr + at_queries * WIDTH, ring + at_queries,
+            spare + at_queries, cursor, count, first_value == 0, t, is_new, columns, KEY_DIM, ROW, RING, WIDTH, SPARE,
         )  # fmt: skip
         raw_key = convolved(
-            own_keys, key_stride, weight_ptr + at_keys * WIDTH, ring + at_keys, cursor, count,
-            first_value == 0, t, is_new, columns, KEY_DIM, ROW, RING, WIDTH,
+            own_keys, key_stride, weight_ptr + at_keys * WIDTH, ring + at_keys,
+            spare + at_keys, cursor, count, first_value == 0, t, is_new, columns, KEY_DIM, ROW, RING, WIDTH, SPARE,
         )  # fmt: skip
     else:
         raw_key = tl.load(own_keys + t[:, None] * key_stride + lane, mask=inside, other=0.0)
@@ -233,8 +235,9 @@ def _kda_chunk_kernel(  # noqa: C901, PLR0912, PLR0915 (most branches are known 
         own_values = value_ptr + token * value_stride + (head * VALUE_DIM + first_value)
         if WIDTH:
             value = convolved(
-                own_values, value_stride, weight_ptr + at_values * WIDTH, ring + at_values, cursor, count,
-                first_value >= 0, t, is_new, values, VALUE_DIM - first_value, ROW, RING, WIDTH,
+                own_values, value_stride, weight_ptr + at_values * WIDTH, ring + at_values,
+                spare + at_values, cursor, count, first_value >= 0, t, is_new, values, VALUE_DIM - first_value,
+                ROW, RING, WIDTH, SPARE,
             )  # fmt: skip
         else:
             value = tl.load(own_values + t[:, None] * value_stride + values[None, :], mask=taken, other=0.0)
@@ -293,11 +296,14 @@ def launch_kda_chunk(
     holds = 0 if not deferred else 1 if rows.max_held == 0 else 2
     bound, longest = layer.gate.lower_bound, MAX_TOKENS if holds == 2 else num_tokens
     arguments, sizes = verify_arguments(tokens, layer, rows, out)
-    conv: tuple[Any, ...] = (rows.slots, rows.slots, rows.slots, 0)
+    conv: tuple[Any, ...] = (rows.slots, rows.slots, rows.slots, 0, rows.slots)
+    ring_rows = 0
     if window is not None:
         weight, ring = window.weight.contiguous(), window.ring
         weight = weight.clone() if weight.data_ptr() % 16 else weight  # a channel's four are read at once
-        conv, rows_settled = (weight, ring, window.cursor, ring.stride(0)), rows_settled and weight is window.weight
+        cursor, spare = (x if x is not None else rows.slots for x in (window.cursor, window.spare))
+        conv, rows_settled = (weight, ring, cursor, ring.stride(0), spare), rows_settled and weight is window.weight
+        ring_rows = ring.shape[1] + (window.spare is not None)
     _kda_chunk_kernel[(triton.cdiv(value_dim, block_v), heads, batch)](
         *arguments,
         *conv,
@@ -309,7 +315,8 @@ def launch_kda_chunk(
         TILE_V=min(tile_v, block_v),
         HOLDS=holds,
         WIDTH=0 if window is None else window.weight.shape[1],
-        RING=0 if window is None else window.ring.shape[1],
+        RING=ring_rows,
+        SPARE=window is not None and window.spare is not None,
         **launch_options(out, num_warps, registers, rows_settled=rows_settled),
     )
     return out

@@ -136,19 +136,22 @@ def conv_taps(weight_ptr, column, CHANNELS, WIDTH: tl.constexpr):
 
 @triton.jit
 def convolved(
-    input_ptr, input_stride, weight_ptr, ring_ptr, cursor, count, records, t, is_new, column,
-    CHANNELS, ROW: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr,
+    input_ptr, input_stride, weight_ptr, ring_ptr, spare_ptr, cursor, count, records, t, is_new, column,
+    CHANNELS, ROW: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
     """The short convolution of tokens `t` [16] of a row at channels `column` [D], [16, D] in their dtype, zero where
     not `is_new`; where `records`, its inputs go into the ring.
 
     Pointers are at the first channel, `input_ptr` at the row's first token and `ring_ptr` at its slot. History and
-    tokens are one line of 16 at most, of which each tap takes the rows that it meets.
+    tokens are one line of 16 at most, of which each tap takes the rows that it meets. With SPARE the ring's last row
+    is at `spare_ptr`.
     """
     line = tl.arange(0, 16)
     source = line - (WIDTH - 1)
     known, new = (column < CHANNELS)[None, :], (source >= 0)[:, None]
     place = ring_ptr + ((cursor + CAPACITY + source) % CAPACITY)[:, None] * ROW + column[None, :]
+    if SPARE:
+        place = tl.where((cursor + source == CAPACITY - 1)[:, None], spare_ptr + column[None, :], place)
     taken = tl.where(new, input_ptr + source[:, None] * input_stride + column[None, :], place)
     inputs = tl.load(taken, mask=(source < count)[:, None] & known, other=0.0)
     recorded = (new & (source < count)[:, None]) & (column < tl.where(records, CHANNELS, 0))[None, :]

@@ -226,18 +226,28 @@ def kda_verify(
 
 
 def fits_inside(tokens: Tokens, window: Window, rows: Rows, max_tokens: int) -> bool:
-    """Whether the chunk kernel convolves too. It can if history and tokens are one line of its window, of one dtype;
-    it does where that is no slower, see `FUSE_BELOW`."""
-    parts = (tokens.query, tokens.key, tokens.value)
-    can = max_tokens + window.weight.shape[1] - 1 <= MAX_TOKENS and all(x.dtype == window.ring.dtype for x in parts)
+    """Whether the chunk kernel convolves too. It can if history and tokens are one line of its window, of one dtype,
+    and the ring's channels are contiguous; it does where that is no slower, see `FUSE_BELOW`."""
+    ring, parts = window.ring, (tokens.query, tokens.key, tokens.value)
+    can = SERIAL_TOKENS < max_tokens <= MAX_TOKENS + 1 - window.weight.shape[1]
+    can = can and ring.stride()[1:] == (ring.shape[2], 1) and all(x.dtype == ring.dtype for x in parts)
     return can and len(rows.slots) * tokens.value.shape[2] < FUSE_BELOW
 
 
 def convolved_tokens(tokens: Tokens, rows: Rows, window: Window, convolve: Callable[..., torch.Tensor]) -> Tokens:
-    """What `tokens` are after their convolution, by `conv_window` or its reference."""
-    parts = [tokens.query, tokens.key, tokens.value]
+    """What `tokens` are after their convolution, by `conv_window` or its reference. Spare rows make it wait for the
+    device."""
+    parts, slots, ring = [tokens.query, tokens.key, tokens.value], rows.slots, window.ring
     line = torch.cat([x.flatten(2) for x in parts], dim=2)
-    mixed = convolve(line, window.weight, window.ring, rows.slots, window.cursor, rows.num_rows, rows.first_token)
+    if window.spare is None:
+        mixed = convolve(line, window.weight, ring, slots, window.cursor, rows.num_rows, rows.first_token)
+    else:  # rings of the batch's rows, with their last row
+        own, spare = (slots >= 0).nonzero()[:, 0], window.spare[: len(slots)]
+        whole = torch.cat([ring[slots.clamp_min(0)], spare[:, None]], dim=1)
+        rings, cursor = torch.full_like(slots, -1), torch.full_like(slots, window.weight.shape[1] - 1)
+        rings[own] = own
+        mixed = convolve(line, window.weight, whole, rings, cursor, rows.num_rows, rows.first_token)
+        ring[slots[own]], spare[own] = whole[own, :-1], whole[own, -1]
     sizes = [x.shape[2] * x.shape[3] for x in parts]
     mixed_parts = [m.unflatten(2, x.shape[2:]) for m, x in zip(mixed.split(sizes, dim=2), parts, strict=True)]
     return Tokens(*mixed_parts, tokens.gate, tokens.beta)
