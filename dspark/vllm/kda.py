@@ -5,7 +5,7 @@ kernels outside of the Blackwell family. vLLM lets a layer class be replaced fro
 the seam: the layer, its metadata builder and its commit context are subclasses that replace
 
     vLLM's convolution update                   kda_conv.conv_verify, which leaves the history as it is
-    vLLM's verification kernel                  dspark.kernels.kda_verify
+    vLLM's verification kernel                  dspark.kernels.kda_verify; with few requests it convolves too
     its plan, convolution and fold kernels      StepRows.commit, ConvTable.commit, dspark.kernels.kda_commit
 
 Everything else, prefill above all, is vLLM's. What the layer hands over, and where it was rounded: q, k and v are
@@ -34,7 +34,7 @@ from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAAttentionBackend, K
 
 from dspark.kernels.kda import Gate, KDALayer, LayerTable, Records, Tokens
 from dspark.kernels.kda_commit import check_block_size, kda_commit
-from dspark.kernels.kda_verify import kda_verify
+from dspark.kernels.kda_verify import fits_inside, kda_verify
 from dspark.vllm.kda_choice import wants_our_kernels
 from dspark.vllm.kda_conv import ConvPages, ConvTable, check_pages, conv_verify
 from dspark.vllm.kda_state import AlignedBlocks, StepRows
@@ -199,12 +199,19 @@ class ReplayLayer:
             return super()._recoverssm_verify(m, mixed_qkv, raw_g, raw_beta, conv_weight, query_start_loc, out)
         layer, pages = m.recoverssm_context.states[self.prefix]
         rows = m.replay_rows
+        window = pages.window(conv_weight)
+        tokens = self._tokens(mixed_qkv, raw_g, raw_beta)
+        if fits_inside(tokens, window, rows, self.spec_query_len):
+            # Projections come between the launch that wrote the rows and this one.
+            return kda_verify(tokens, layer, rows, deferred=False, window=window, rows_settled=True, out=out)
         mixed = conv_verify(mixed_qkv, conv_weight, pages, rows, self.spec_query_len)
-        query, key, value = (
-            x.view(1, len(mixed), self.local_num_heads, self.head_dim)
-            for x in mixed.split(self.local_projection_size, dim=-1)
-        )
-        return kda_verify(Tokens(query, key, value, raw_g, raw_beta), layer, rows, deferred=False, out=out)
+        return kda_verify(self._tokens(mixed, raw_g, raw_beta), layer, rows, deferred=False, out=out)
+
+    def _tokens(self, mixed: torch.Tensor, raw_g: torch.Tensor, raw_beta: torch.Tensor) -> Tokens:
+        """A packed line of tokens; `mixed` [N, C]."""
+        shape = (1, len(mixed), self.local_num_heads, self.head_dim)
+        query, key, value = (x.view(shape) for x in mixed.split(self.local_projection_size, dim=-1))
+        return Tokens(query, key, value, raw_g, raw_beta)
 
 
 class ReplayKimiK3Attention(ReplayLayer, KimiK3DeltaAttention):

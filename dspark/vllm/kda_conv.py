@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from dspark.kernels import tl, triton
-from dspark.kernels.kda import Rows, compute_dtype, runs_kernel
+from dspark.kernels.kda import Rows, Window, compute_dtype, runs_kernel
 from dspark.vllm.kda_state import CommitPlan
 
 # Eight channels a thread are 16 bytes of bfloat16; see dspark.kernels.conv_window.
@@ -34,6 +34,10 @@ class ConvPages:
 
     pages: torch.Tensor
     spare: torch.Tensor
+
+    def window(self, weight: torch.Tensor) -> Window:
+        """The same, for a verification that convolves: what `conv_verify` reads and writes, it does."""
+        return Window(weight, self.pages.transpose(1, 2), None, self.spare)
 
 
 def check_pages(state: ConvPages, width: int, window: int) -> None:

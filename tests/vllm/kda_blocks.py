@@ -71,9 +71,18 @@ class Served:
     """Layers, blocks and block tables. Without `align` a request has one block; with it one for each `align` tokens."""
 
     def __init__(
-        self, *, window=5, num_layers=2, align=None, dim_first=False, dtype=torch.float64, lower_bound=-5.0, error=1e-12
+        self,
+        *,
+        window=5,
+        num_layers=2,
+        align=None,
+        dim_first=False,
+        dtype=torch.float64,
+        lower_bound=-5.0,
+        error=1e-12,
+        inside=False,
     ) -> None:
-        self.window, self.align, self.dtype, self.error = window, align, dtype, error
+        self.window, self.align, self.dtype, self.error, self.inside = window, align, dtype, error, inside
         state_dtype = dtype
         self.num_blocks, max_rows = 40, 6
         self.weight = draw(CHANNELS, WIDTH, seed=1, dtype=dtype)
@@ -191,10 +200,13 @@ class Served:
                 first += count
 
     def layer_outputs(self, i, mixed_qkv, gate, beta, rows, out):
-        """Verify one layer's packed tokens into `out`."""
-        mixed = conv_verify(mixed_qkv, self.weight, self.pages[i], rows, self.window)
-        query, key, value = (x.unflatten(-1, (HEADS, DIM))[None] for x in mixed.split(HEADS * DIM, dim=-1))
-        return kda_verify(Tokens(query, key, value, gate, beta), self.layers[i], rows, deferred=False, out=out)
+        """Verify one layer's packed tokens into `out`; `inside`: by a verification that convolves."""
+        window = self.pages[i].window(self.weight) if self.inside else None
+        if window is None:
+            mixed_qkv = conv_verify(mixed_qkv, self.weight, self.pages[i], rows, self.window)
+        query, key, value = (x.unflatten(-1, (HEADS, DIM))[None] for x in mixed_qkv.split(HEADS * DIM, dim=-1))
+        tokens, given = Tokens(query, key, value, gate, beta), {"deferred": False, "out": out}
+        return kda_verify(tokens, self.layers[i], rows, window=window, rows_settled=window is not None, **given)
 
     def fold(self, accepted, indices, starts, requests, blocks) -> None:
         """Commit all layers."""

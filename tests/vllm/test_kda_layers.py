@@ -142,8 +142,19 @@ class ServedByVllm(Served):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("align", [None, 8])
-def test_vllms_layers_replay(config, kind, align, request):
-    numbers = (10 * KINDS.index(kind) + (align or 0), 10 * KINDS.index(kind) + (align or 0) + 1)
+@pytest.mark.parametrize("fuse_below", [2 * HEADS + 1, 0], ids=["convolving-up-to-two-requests", "two-launches"])
+def test_vllms_layers_replay(config, kind, align, fuse_below, monkeypatch):
+    from dspark.kernels import kda_verify as kernels
+    from dspark.vllm import kda
+
+    inside = []
+    verify = kda.kda_verify
+    monkeypatch.setattr(kernels, "FUSE_BELOW", fuse_below)
+    monkeypatch.setattr(
+        kda, "kda_verify", lambda *args, **named: inside.append("window" in named) or verify(*args, **named)
+    )
+    first = 100 + 40 * KINDS.index(kind) + (align or 0) + 20 * bool(fuse_below)
+    numbers = (first, first + 1)
     served = ServedByVllm(config, kind, align, numbers)
     served.vllms_config = config
     assert all(layer.replays for layer in served.vllms)
@@ -155,6 +166,9 @@ def test_vllms_layers_replay(config, kind, align, request):
     served.step([(2, 1, 1), (0, 3, 1)], padding=2)
     served.step([(1, 5, 1), (2, 4, 4)], padding=1, with_requests=True)
     served.step([(0, 5, 5), (1, 5, 4), (2, 5, 3)])
+    served.step([(1, 5, 2), (0, 1, 1)])
+    fused = [False, False, False, False, bool(fuse_below)]  # rows of padding count
+    assert inside == [x for x in fused for _ in numbers]
 
 
 def test_metadata_carries_the_rows(config, monkeypatch):

@@ -8,8 +8,10 @@ import importlib
 
 import pytest
 import torch
-from kda_blocks import DEVICE, Served, draw
+from kda_blocks import DEVICE, DIM, HEADS, Served, draw, same
 
+from dspark.kernels import kda_verify
+from dspark.kernels.kda import Tokens
 from dspark.vllm import kda_state
 from dspark.vllm.kda_conv import ConvPages, ConvTable, conv_verify
 from dspark.vllm.kda_state import AlignedBlocks, StepRows, commit_plan_ref, verify_rows_ref
@@ -53,6 +55,63 @@ def test_a_window_of_nine_tokens(how):
     served.admit(3)
     for kept in (9, 0, 4, 1):
         served.step([(0, 9, kept)], padding=1)
+
+
+@pytest.mark.parametrize("window", [5, 9, 13])
+@pytest.mark.parametrize("align", [None, 16])
+def test_a_verification_that_convolves_leaves_what_two_launches_leave(how, window, align, monkeypatch):
+    """Random steps with padding, by both at once: outputs and states to a rounding, pages and spare inputs to the bit.
+    Requests end, and others get their rows and blocks."""
+    launches, launch = [], kda_verify.launch_kda_chunk
+    watched = lambda *args, **named: launches.append(named["window"]) or launch(*args, **named)  # noqa: E731
+    monkeypatch.setattr(kda_verify, "launch_kda_chunk", watched)
+    one, two = (Served(window=window, num_layers=1, align=align, inside=inside, **how) for inside in (True, False))
+    generator, last = torch.Generator().manual_seed(window), None
+    draw_number = lambda low, high: int(torch.randint(low, high, (), generator=generator, device="cpu"))  # noqa: E731
+    running = []
+    for step in range(4 if how else 16):
+        if step % 3 == 2:  # a request ends, and the next one gets its blocks
+            last = running.pop(draw_number(0, len(running)))
+            for served in (one, two):
+                served.free += served.blocks[last]
+        while len(running) < 3:
+            computed = draw_number(1, 17)
+            for served in (one, two):
+                index = served.admit(computed)
+                if last is not None:
+                    assert set(served.blocks[index]) & set(served.blocks[last])
+            running.append(index)
+        plan = []
+        for index in [running[i] for i in torch.randperm(3, generator=generator, device="cpu").tolist()]:
+            count = window if draw_number(0, 2) else draw_number(1, window + 1)
+            if one.requests[index].computed + count < 62:
+                plan.append((index, count, draw_number(0, count + 1)))
+        for served in (one, two):
+            served.cached.clear()
+            served.step(plan, padding=step % 3, with_requests=step % 2 == 1)
+        assert same(one.pages[0].spare, two.pages[0].spare)
+        assert same(one.pages[0].pages, two.pages[0].pages)
+        for got, expected in (
+            (one.layers[0].checkpoint, two.layers[0].checkpoint),
+            (one.layers[0].records.correction, two.layers[0].records.correction),
+        ):
+            assert torch.allclose(got, expected, rtol=20 * one.error, atol=20 * one.error, equal_nan=True)
+    if how:
+        assert sum(x is not None for x in launches) * 2 == len(launches) > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "inside"),
+    [({}, True), ({"dim_first": True}, False), ({"window": 4}, False), ({"window": 14}, False), ({"rows": 97}, False)],
+    ids=["contiguous-channels", "dim-first-pages", "serial-kernel", "line-too-long", "many-requests"],
+)
+def test_where_a_verification_convolves(changed, inside):
+    """At most 192 requests times heads, two heads here."""
+    served = Served(num_layers=1, **{"window": 5, **{k: v for k, v in changed.items() if k != "rows"}})
+    rows = verify_rows_ref(torch.ones(changed.get("rows", 96)), torch.zeros(changed.get("rows", 96) + 1))
+    line = draw(1, 1, HEADS, DIM, seed=1)
+    tokens, window = Tokens(line, line, line, line, line[..., 0]), served.pages[0].window(served.weight)
+    assert kda_verify.fits_inside(tokens, window, rows, served.window) == inside
 
 
 @pytest.mark.parametrize("computed", [11, 13])
