@@ -99,6 +99,7 @@ class RecurrentState:
         ]
         self._table: LayerTable | None = None  # of `layers`, made when first needed
         self._rows: Rows | None = None  # of the pass under way
+        self._conv_rows = self.conv_cursor  # its rows' places in the rings, looked up once for all layers
         self._attended: set[int] = set()  # layers that ran in it
         self._fresh = False  # that pass is a prefill
         self._limits: list[int] = []  # its tokens by row, on the host
@@ -126,6 +127,7 @@ class RecurrentState:
             self._widen(num_tokens)
         num_rows, self._limits = torch.full_like(slots, num_tokens), [num_tokens] * len(self.slots)
         self._rows = self.cursor.plan(slots, num_rows) if self.defer_folds else Rows.current(slots, num_rows)
+        self._conv_rows = self.conv_cursor[slots]
         self._attended.clear()
 
     def _settle(self) -> None:
@@ -143,7 +145,7 @@ class RecurrentState:
         assert self._rows is not None, "a layer ran outside a pass: begin() comes first"
         rows, ring = self._rows, self.rings[layer]
         if not self._fresh:
-            return conv_window(inputs, weight, ring, rows.slots, self.conv_cursor[rows.slots], rows.num_rows)
+            return conv_window(inputs, weight, ring, rows.slots, self._conv_rows, rows.num_rows)
         history = weight.shape[1] - 1
         scratch = inputs.new_zeros(len(inputs), history + inputs.shape[1], inputs.shape[2])
         local = torch.arange(len(inputs), device=self.device)
@@ -161,7 +163,7 @@ class RecurrentState:
         rows, state = self._rows, self.layers[layer]
         if not self._fresh:
             self._attended.add(layer)
-            window = None if weight is None else Window(weight, self.rings[layer], self.conv_cursor[rows.slots])
+            window = None if weight is None else Window(weight, self.rings[layer], self._conv_rows)
             return kda_verify(tokens, state, rows, deferred=self.defer_folds, window=window)
         if weight is not None:
             window = Window(weight, self.rings[layer], rows.start)

@@ -53,7 +53,7 @@ def run(state, rows, prompt_lengths=None):
     channels = specs()[0].channels
     for layer in range(LAYERS):
         raw, rest = rows[..., :channels], rows[..., channels:]
-        weight = WEIGHT.to(rows.dtype)
+        weight = WEIGHT.to(rows)
         mixed = state.convolve(layer, raw, weight) if layer == 0 else raw
         outputs = state.attend(layer, layer_tokens(mixed, rest), None if layer == 0 else weight)
     return outputs

@@ -60,12 +60,13 @@ def admitted(state, requests, joining):
 
 
 @FOLDS
-def test_the_kernel_that_convolves_leaves_the_same_state(defer_folds, monkeypatch):
+def test_the_kernel_that_convolves_leaves_the_same_state(defer_folds, device, monkeypatch):
     """Steps of more tokens than the serial kernel takes, rows that leave and whose slots others get: against two
     launches. States, corrections and outputs to a rounding, inputs to the bit."""
     monkeypatch.setattr("dspark.kernels.kda_verify.runs_kernel", lambda x: True)
     single = [replace(x, dtype=torch.float32, state_dtype=torch.float32) for x in specs()]
-    single = [replace(x, gate=Gate(x.gate.a_log.float(), x.gate.dt_bias.float(), -5.0)) for x in single]
+    gates = [[y.to(device, torch.float32) for y in (x.gate.a_log, x.gate.dt_bias)] for x in single]
+    single = [replace(x, gate=Gate(*gate, -5.0)) for x, gate in zip(single, gates, strict=True)]
     launches, outcomes = [], []
     launch = kda_verify.launch_kda_chunk
 
@@ -77,17 +78,18 @@ def test_the_kernel_that_convolves_leaves_the_same_state(defer_folds, monkeypatc
     for fuse_below in (193, 0):
         monkeypatch.setattr(kda_verify, "FUSE_BELOW", fuse_below)
         launches.append([])
-        state, requests, found = RecurrentState(single, 0, "cpu", defer_folds=defer_folds), [[7, 0]], []
+        state, requests, found = RecurrentState(single, 0, device, defer_folds=defer_folds), [[7, 0]], []
         for step, kept in enumerate([(4, 1, 5), (0, 6, 3), (2, 5, 1)]):
             state.keep(range(1, len(requests)))
             joining = [(10 * step + i, 2 + i) for i in range(4 - len(requests))]
-            fresh = RecurrentState(single, len(joining), "cpu", defer_folds=defer_folds)
+            fresh = RecurrentState(single, len(joining), device, defer_folds=defer_folds)
             line = inputs([s for s, _ in joining], [0] * len(joining), joining[-1][1])
-            run(fresh, line.float(), [n for _, n in joining])
+            run(fresh, line.to(device, torch.float32), [n for _, n in joining])
             fresh.commit([n for _, n in joining])
             state.append(fresh)
             requests = requests[1:] + [list(r) for r in joining]
-            found.append(run(state, inputs([s for s, _ in requests], [n for _, n in requests], 6).float()))
+            line = inputs([s for s, _ in requests], [n for _, n in requests], 6)
+            found.append(run(state, line.to(device, torch.float32)))
             state.commit(kept)
             requests = [[s, n + k] for (s, n), k in zip(requests, kept, strict=True)]
         state.fold()
@@ -95,7 +97,7 @@ def test_the_kernel_that_convolves_leaves_the_same_state(defer_folds, monkeypatc
         outcomes.append((found, [state.histories(layer) for layer in range(LAYERS)]))
     assert launches == [[False, True] * 3, [False, False] * 3]
     for got, want in zip(*(found for found, _ in outcomes), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for got, want in zip(*(histories for _, histories in outcomes), strict=True):
         assert torch.equal(got, want)
 
