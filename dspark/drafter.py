@@ -162,24 +162,22 @@ class Drafter(Backbone):
         rows = hidden[:, first : first + num_draft_tokens].unbind(1)
         uncorrected = base.to(torch.promote_types(base.dtype, torch.float32)).unbind(1)
         head, previous = self.markov_head, anchors
-        embedded, confidence = None, []
+        embedded: list[torch.Tensor] = []
         if head is not None:
             state = head.initial_state(hidden[:, 0])
             for row in range(first):  # the trainer steps a recurrent head on the context-only row too
                 _, state = head(head.markov_w1(previous), hidden[:, row], state)
         for i, (row_hidden, logits) in enumerate(zip(rows, uncorrected, strict=True)):
             if head is not None:
-                embedded = head.markov_w1(previous)
-                features, state = head(embedded, row_hidden, state)
+                embedded.append(head.markov_w1(previous))
+                features, state = head(embedded[i], row_hidden, state)
                 logits = logits + head.markov_w2(features)
             if self.config.logit_scale != 1.0:
                 logits = logits * self.config.logit_scale
-            if self.confidence_head is not None:
-                confidence.append(self.confidence_head(row_hidden, embedded))
             previous = pick(i, logits)
-        if self.confidence_head is None or not confidence:
+        if self.confidence_head is None or not rows:
             return None
-        return self.confidence_head.calibrated(torch.stack(confidence, dim=1))
+        return self.confidence_head.calibrated(self.confidence_head.of_block(rows, embedded))
 
     @torch.inference_mode()
     def propose(

@@ -15,6 +15,8 @@ features that W2 projects:
 Source: DeepSpec, modeling/dspark (note the concatenation orders).
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -113,9 +115,18 @@ class ConfidenceHead(nn.Module):
         Returns:
             [...] float32 (float64 for a float64 head): sigmoid of it is the probability.
         """
+        return F.linear(*self._operands(hidden, embedded)).squeeze(-1)
+
+    def of_block(self, hidden: Sequence[torch.Tensor], embedded: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[B, K]: `forward` of K rows, prepared at once but each multiplied alone: K changes no number."""
+        tokens = torch.stack(list(embedded)) if embedded else None
+        rows, *weights = self._operands(torch.stack(list(hidden)), tokens)
+        return torch.stack([F.linear(row, *weights) for row in rows], dim=1).squeeze(-1)
+
+    def _operands(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         features = torch.cat([hidden, embedded], dim=-1) if self.with_markov and embedded is not None else hidden
         dtype = torch.promote_types(features.dtype, torch.float32)
-        return F.linear(features.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype)).squeeze(-1)
+        return features.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype)
 
     def calibrated(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of drafts 1..K of a block, [..., K], with the drafter's calibration if it has one."""
