@@ -62,6 +62,7 @@ def test_a_window_of_nine_tokens(how):
 def test_a_verification_that_convolves_leaves_what_two_launches_leave(how, window, align, monkeypatch):
     """Random steps with padding, by both at once: outputs and states to a rounding, pages and spare inputs to the bit.
     Requests end, and others get their rows and blocks."""
+    monkeypatch.setattr(kda_verify, "FUSE_BELOW", 193)
     launches, launch = [], kda_verify.launch_kda_chunk
     watched = lambda *args, **named: launches.append(named["window"]) or launch(*args, **named)  # noqa: E731
     monkeypatch.setattr(kda_verify, "launch_kda_chunk", watched)
@@ -105,8 +106,9 @@ def test_a_verification_that_convolves_leaves_what_two_launches_leave(how, windo
     [({}, True), ({"dim_first": True}, False), ({"window": 4}, False), ({"window": 14}, False), ({"rows": 97}, False)],
     ids=["contiguous-channels", "dim-first-pages", "serial-kernel", "line-too-long", "many-requests"],
 )
-def test_where_a_verification_convolves(changed, inside):
-    """At most 192 requests times heads, two heads here."""
+def test_where_a_verification_convolves(changed, inside, monkeypatch):
+    """Here for at most 192 requests times heads, of which there are two."""
+    monkeypatch.setattr(kda_verify, "FUSE_BELOW", 193)
     served = Served(num_layers=1, **{"window": 5, **{k: v for k, v in changed.items() if k != "rows"}})
     rows = verify_rows_ref(torch.ones(changed.get("rows", 96)), torch.zeros(changed.get("rows", 96) + 1))
     line = draw(1, 1, HEADS, DIM, seed=1)
