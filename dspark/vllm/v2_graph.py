@@ -149,6 +149,8 @@ class SampleGraphs:
         now = [slots.tobytes(), *(each.tobytes() for each in self.deciding)]
         if known != now:
             kind = choose_stages(self.runner.sampler, slots)
+            if kind is not None and kind.processed and self.runner.rejection_sampler.graphs != "all":
+                kind = None
             self.decided = now, kind
         return kind
 
@@ -318,7 +320,7 @@ def can_use_graphs(runner: Any) -> bool:
     """Whether any step of this runner could be replayed: our verification, one rank, and vLLM's graphs are captured."""
     sampler = runner.sampler
     return (
-        getattr(runner.rejection_sampler, "in_graphs", False)
+        getattr(runner.rejection_sampler, "graphs", "off") != "off"
         and getattr(runner.cudagraph_manager, "hidden_states", None) is not None
         and runner.parallel_config.world_size == 1
         and runner.batch_sharder is None
