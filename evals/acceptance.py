@@ -25,8 +25,8 @@ from operator import mul
 
 import numpy as np
 
-from dspark.evals.calibration import Calibration, calibrate, ece_statistic
-from dspark.evals.stats import Bootstrap, Estimate, Statistic, divide, mean_statistic, ratio_statistic
+from dspark.evals.calibration import Calibration, calibrate, ece_statistic, with_confidence
+from dspark.evals.stats import Bootstrap, Estimate, Statistic, divide, mean_statistic, ratio_statistic, sum_by
 from dspark.records import StepRecord
 
 INCONCLUSIVE = "INCONCLUSIVE"
@@ -173,7 +173,7 @@ def measure_acceptance(requests: Sequence[Sequence[StepRecord]], bootstrap: Boot
         positions=_position_rates(table, estimates),
         accepted_histogram=tuple(_lengths(requests).sum(0).astype(int).tolist()),
         accepted_shares=tuple(estimates["accepted_shares"]),
-        calibration=calibrate(table.request, table.survival, table.accepted, bootstrap),
+        calibration=calibrate(table, bootstrap),
     )
 
 
@@ -195,14 +195,12 @@ def acceptance_statistics(
     num_steps, committed, offered, accepted = _request_counts(requests).T
     lengths = _lengths(requests)
     totals = ratio_statistic(np.stack([committed, accepted], 1), np.stack([num_steps, offered], 1))
-    scored = ~np.isnan(table.survival)
-    labelled = (table.request[scored], table.survival[scored], table.accepted[scored].astype(np.float64))
     return {
         "tokens_per_step": lambda weights: totals(weights)[:, :1],
         "acceptance_rate": lambda weights: totals(weights)[:, 1:],
         "tokens_per_step_macro": mean_statistic(divide(committed, num_steps)),
         "accepted_shares": ratio_statistic(lengths, np.broadcast_to(lengths.sum(1, keepdims=True), lengths.shape)),
-        "ece": ece_statistic(*labelled, len(requests)),
+        "ece": ece_statistic(with_confidence(table), len(requests)),
         **_position_statistics(table, len(requests)),
     }
 
@@ -229,8 +227,7 @@ def _position_statistics(table: np.recarray, num_requests: int) -> dict[str, Sta
     depth = int(table.position.max()) + 1 if len(table.position) else 0
 
     def sums(values: np.ndarray) -> np.ndarray:  # [N] -> [num_requests, depth]
-        cells = table.request * depth + table.position
-        return np.bincount(cells, values, num_requests * depth).reshape(num_requests, depth)
+        return sum_by(table.request, table.position, values, (num_requests, depth))
 
     def mean_where_reached(values: np.ndarray) -> Statistic:
         known = table.reached & ~np.isnan(values)

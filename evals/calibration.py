@@ -19,12 +19,11 @@ floor of single outcomes.
 Source: Guo et al. 2017, arXiv:1706.04599, section 2 (ECE); Hanley and McNeil 1982 (AUROC as a rank statistic).
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dspark.evals.stats import Bootstrap, Estimate, Statistic, divide, ratio_statistic
+from dspark.evals.stats import Bootstrap, Estimate, Statistic, divide, ratio_statistic, sum_by
 
 NUM_BINS = 10
 MAX_RESAMPLED_SCORES = 1000  # distinct scores kept under resampling; more than this only cost time
@@ -54,64 +53,53 @@ class Calibration:
     bins: tuple[ReliabilityBin, ...]
 
 
-def calibrate(
-    request: np.ndarray,
-    survival: np.ndarray,
-    accepted: np.ndarray,
-    bootstrap: Bootstrap,
-    weight: np.ndarray | None = None,
-) -> Calibration | None:
+def calibrate(outcomes: np.recarray, bootstrap: Bootstrap) -> Calibration | None:
     """Score cumulative confidence against prefix acceptance.
 
     Args:
-        request: [N] int, index of the request of each verified position, below `bootstrap.num_requests`.
-        survival: [N] float in [0, 1], product of the step's confidences up to the position; NaN where the drafter has
-            no confidence head.
-        accepted: [N] bool, whether the draft and all before it in its step were accepted.
+        outcomes: [N] verified positions. `request`: int, below `bootstrap.num_requests`; `survival`: in [0, 1], product
+            of the step's confidences up to the position, NaN where the drafter has no confidence head; `accepted`:
+            whether the draft and all before it in its step were. `weight`, which it may lack: > 0, expected number of
+            times that generation meets this outcome; without it each was met once.
         bootstrap: resamples over requests.
-        weight: [N] > 0, expected number of times that generation meets this outcome; None: each was met once.
 
     Returns:
         The scores, or None where no position has a confidence.
     """
-    scored = ~np.isnan(survival)
-    if not scored.any():
+    outcomes = with_confidence(outcomes)
+    if not len(outcomes):
         return None
-    number = int if weight is None else float
-    weight = np.ones(len(survival)) if weight is None else weight
-    outcomes = (request[scored], survival[scored], accepted[scored].astype(np.float64))
-    options = (bootstrap.num_requests, weight[scored])
+    number = float if "weight" in outcomes.dtype.names else int
+    sums = _bin_sums(outcomes, bootstrap.num_requests)
+    count, predicted = (part.sum(0) for part in sums[:2])
+    means, shares = divide(predicted, count), bootstrap.ratio(sums[2], sums[0])
     return Calibration(
-        num_positions=number(weight[scored].sum()),
-        ece=bootstrap.estimates(ece_statistic(*outcomes, *options))[0],
-        auroc=_auroc_estimate(*outcomes, weight[scored], bootstrap),
-        brier=bootstrap.estimates(brier_statistic(*outcomes, *options))[0],
-        bins=_bins(_bin_sums(*outcomes, *options), bootstrap, number),
+        num_positions=number(_weight(outcomes).sum()),
+        ece=bootstrap.estimates(ece_statistic(outcomes, bootstrap.num_requests))[0],
+        auroc=_auroc_estimate(outcomes, bootstrap),
+        brier=bootstrap.estimates(brier_statistic(outcomes, bootstrap.num_requests))[0],
+        bins=tuple(
+            ReliabilityBin(i / NUM_BINS, (i + 1) / NUM_BINS, number(n), float(mean) if n else None, share)
+            for i, (n, mean, share) in enumerate(zip(count, means, shares, strict=True))
+        ),
     )
 
 
-def brier_statistic(
-    request: np.ndarray,
-    survival: np.ndarray,
-    accepted: np.ndarray,
-    num_requests: int,
-    weight: np.ndarray | float = 1.0,
-) -> Statistic:
-    """Brier score, one figure; arguments as in `calibrate`, without NaN."""
-    errors = np.bincount(request, weight * (survival - accepted) ** 2, num_requests)
-    counts = np.bincount(request, weight * np.ones_like(survival), num_requests)
-    return ratio_statistic(errors[:, None], counts[:, None])
+def with_confidence(outcomes: np.recarray) -> np.recarray:
+    """Those whose drafter said what it expected."""
+    return outcomes[~np.isnan(outcomes.survival)]
 
 
-def ece_statistic(
-    request: np.ndarray,
-    survival: np.ndarray,
-    accepted: np.ndarray,
-    num_requests: int,
-    weight: np.ndarray | float = 1.0,
-) -> Statistic:
-    """ECE, one figure; arguments as in `calibrate`, without NaN."""
-    sums = _bin_sums(request, survival, accepted, num_requests, weight)
+def brier_statistic(outcomes: np.recarray, num_requests: int) -> Statistic:
+    """Brier score, one figure; outcomes as in `calibrate`, without NaN."""
+    weight = _weight(outcomes)
+    errors = weight * (outcomes.survival - outcomes.accepted) ** 2
+    return ratio_statistic(*(sum_by(outcomes.request, 0, values, (num_requests, 1)) for values in (errors, weight)))
+
+
+def ece_statistic(outcomes: np.recarray, num_requests: int) -> Statistic:
+    """ECE, one figure; outcomes as in `calibrate`, without NaN."""
+    sums = _bin_sums(outcomes, num_requests)
 
     def ece(weights: np.ndarray) -> np.ndarray:
         count, predicted, realised = (weights @ part for part in sums)
@@ -135,53 +123,23 @@ def auroc(positives: np.ndarray, negatives: np.ndarray) -> np.ndarray:
     return divide(won, positives.sum(1) * negatives.sum(1))
 
 
-def _auroc_estimate(
-    request: np.ndarray, survival: np.ndarray, accepted: np.ndarray, weight: np.ndarray, bootstrap: Bootstrap
-) -> Estimate:
-    scores, rank = np.unique(survival, return_inverse=True)
-
-    def area(row: np.ndarray, column: np.ndarray, shape: tuple[int, int], draws: np.ndarray) -> np.ndarray:
-        labels = (weight * accepted, weight * (1 - accepted))
-        return auroc(*(draws @ _sum_by(row, column, values, shape) for values in labels))
-
-    exact = area(np.zeros_like(rank), rank, (1, len(scores)), np.ones((1, 1)))[0]
+def _auroc_estimate(outcomes: np.recarray, bootstrap: Bootstrap) -> Estimate:
+    scores, rank = np.unique(outcomes.survival, return_inverse=True)
+    labels = [_weight(outcomes) * hit for hit in (outcomes.accepted, 1 - outcomes.accepted)]
+    exact = auroc(*(sum_by(0 * rank, rank, values, (1, len(scores))) for values in labels))[0]
     num_groups = min(len(scores), MAX_RESAMPLED_SCORES)
     group = rank * num_groups // len(scores)  # neighbouring scores become ties; only the interval sees it
-    resampled = area(request, group, (bootstrap.num_requests, num_groups), bootstrap.weights)
+    shape = (bootstrap.num_requests, num_groups)
+    resampled = auroc(*(bootstrap.weights @ sum_by(outcomes.request, group, values, shape) for values in labels))
     return bootstrap.estimate(exact, resampled)
 
 
-def _bin_sums(
-    request: np.ndarray,
-    survival: np.ndarray,
-    accepted: np.ndarray,
-    num_requests: int,
-    weight: np.ndarray | float,
-) -> list[np.ndarray]:
+def _bin_sums(outcomes: np.recarray, num_requests: int) -> list[np.ndarray]:
     """Positions, survival and accepted prefixes per request and bin, each [num_requests, NUM_BINS]."""
-    index = np.minimum((survival * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-    columns = (np.ones_like(survival), survival, accepted)
-    return [_sum_by(request, index, weight * values, (num_requests, NUM_BINS)) for values in columns]
+    index = np.minimum((outcomes.survival * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    columns = (_weight(outcomes) * values for values in (1.0, outcomes.survival, outcomes.accepted))
+    return [sum_by(outcomes.request, index, values, (num_requests, NUM_BINS)) for values in columns]
 
 
-def _bins(
-    sums: Sequence[np.ndarray], bootstrap: Bootstrap, number: Callable[[float], float]
-) -> tuple[ReliabilityBin, ...]:
-    count, predicted, realised = sums
-    shares = bootstrap.ratio(realised, count)
-    counts, means = count.sum(0), divide(predicted.sum(0), count.sum(0))
-    return tuple(
-        ReliabilityBin(
-            low=i / NUM_BINS,
-            high=(i + 1) / NUM_BINS,
-            num_positions=number(counts[i]),
-            mean_survival=float(means[i]) if counts[i] else None,
-            accepted=shares[i],
-        )
-        for i in range(NUM_BINS)
-    )
-
-
-def _sum_by(row: np.ndarray, column: np.ndarray, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Sum `values` [N] into cells (row, column) of an array of `shape`."""
-    return np.bincount(row * shape[1] + column, values, shape[0] * shape[1]).reshape(shape)
+def _weight(outcomes: np.recarray) -> np.ndarray:
+    return outcomes.weight if "weight" in outcomes.dtype.names else np.ones(len(outcomes))

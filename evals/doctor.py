@@ -209,8 +209,7 @@ class _Search:
         ]
         texts = generate(target, None, prompts, params, max_batch_size=len(prompts))
         self.paths = [
-            TargetPath(i, None, tuple(text.prompt_ids), tuple(text.token_ids), text.finish_reason, num_tokens)
-            for i, text in enumerate(texts)
+            TargetPath(i, tuple(text.prompt_ids), tuple(text.token_ids), num_tokens) for i, text in enumerate(texts)
         ]
         self.target, self.report, self.store = target, report, StateStore(scratch, {})
         compute_states(target, self.store, self.paths, tap_ids_tried(config, target.num_layers, MAX_FAULTS), False)

@@ -37,7 +37,7 @@ import numpy as np
 
 from dspark.evals.block_scores import AnchorScores
 from dspark.evals.calibration import Calibration, calibrate
-from dspark.evals.stats import Bootstrap, Estimate, divide
+from dspark.evals.stats import Bootstrap, Estimate, divide, sum_by
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,16 @@ class LoopLaw:
     steps: np.ndarray
     inverse_steps: np.ndarray
 
+    @property
+    def slot(self) -> np.ndarray:
+        """[K]: draft positions from 0."""
+        return np.arange(self.survival.shape[1] - 1)
+
+    @property
+    def on_path(self) -> np.ndarray:
+        """[N, K]: whether a draft is judged by the path."""
+        return self.slot < self.judged[:, None]
+
 
 def loop_law(scores: AnchorScores, num_requests: int, num_draft_tokens: int) -> LoopLaw:
     """Chances of every step along the paths with K = `num_draft_tokens`, at most the K that was scored."""
@@ -113,15 +123,19 @@ def loop_law(scores: AnchorScores, num_requests: int, num_draft_tokens: int) -> 
     judged = np.minimum(offered, scores.left)
     accept = np.where(np.arange(num_draft_tokens) < judged[:, None], scores.accept[:, :num_draft_tokens], 0.0)
     survival = np.concatenate([np.ones((len(accept), 1)), accept.cumprod(axis=1)], axis=1)
-    moves = survival - np.pad(survival[:, 1:], ((0, 0), (0, 1)))  # [N, K+1]: accepts exactly a
     lengths = np.bincount(scores.request, minlength=num_requests)
     dense = np.zeros((num_requests, int(lengths.max(initial=0)), num_draft_tokens + 1))
     offset = np.arange(len(accept)) - (np.cumsum(lengths) - lengths)[scores.request]
-    dense[scores.request, offset] = moves
+    dense[scores.request, offset] = _moves(survival)
     visits, step_law = _walk(dense, lengths)
     counts = np.arange(step_law.shape[1])
     inverse = np.divide(1.0, counts, out=np.zeros(len(counts)), where=counts > 0)
     return LoopLaw(offered, judged, survival, visits[scores.request, offset], step_law @ counts, step_law @ inverse)
+
+
+def _moves(survival: np.ndarray) -> np.ndarray:
+    """[N, K+1]: chances to accept exactly a drafts, from those to accept at least a."""
+    return survival - np.pad(survival[:, 1:], ((0, 0), (0, 1)))
 
 
 def _walk(moves: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -171,26 +185,19 @@ def request_sums(scores: AnchorScores, law: LoopLaw, num_requests: int) -> Reque
     A step that ends the request inside its block counts the drafts up to the end only; a step that a rejection stops
     before that counts all it offered.
     """
-    num_draft_tokens = law.survival.shape[1] - 1
-    slot = np.arange(num_draft_tokens)
-    on_path = slot < law.judged[:, None]
-    before_end = np.take_along_axis(law.survival, np.clip(scores.left - 1, 0, num_draft_tokens)[:, None], axis=1)
-    beyond = (slot >= law.judged[:, None]) & (slot < law.offered[:, None])
-    visits = law.visits[:, None]
+    before_end = np.take_along_axis(law.survival, np.clip(scores.left - 1, 0, len(law.slot))[:, None], axis=1)
+    cut_off = np.where(law.slot < law.offered[:, None], 1 - before_end, 0.0)
+    chances = (np.where(law.on_path, 1.0, cut_off), law.on_path * law.survival[:, :-1], law.survival[:, 1:])
     return RequestSums(
-        steps=law.steps,
-        committed=np.bincount(scores.request, minlength=num_requests).astype(np.float64),
-        offered=_by_request(scores.request, visits * np.where(on_path, 1.0, beyond * (1 - before_end)), num_requests),
-        reached=_by_request(scores.request, visits * on_path * law.survival[:, :-1], num_requests),
-        accepted=_by_request(scores.request, visits * law.survival[:, 1:], num_requests),
+        law.steps,
+        np.bincount(scores.request, minlength=num_requests).astype(np.float64),
+        *(_by_request(scores.request, law.visits[:, None] * chance, num_requests) for chance in chances),
     )
 
 
 def _by_request(request: np.ndarray, values: np.ndarray, num_requests: int) -> np.ndarray:
     """Sums over anchors: values [N, m] -> [num_requests, m]."""
-    sums = np.zeros((num_requests, values.shape[1]))
-    np.add.at(sums, request, values)
-    return sums
+    return sum_by(request[:, None], np.arange(values.shape[1]), values, (num_requests, values.shape[1]))
 
 
 def measure_quality(scores: AnchorScores, num_requests: int, num_draft_tokens: int, bootstrap: Bootstrap) -> Quality:
@@ -209,9 +216,7 @@ def measure_quality(scores: AnchorScores, num_requests: int, num_draft_tokens: i
     pooled = bootstrap.ratio(np.hstack([committed, accepted]), np.hstack([steps, offered]))
     macro = np.where(sums.steps > 0, sums.committed * law.inverse_steps, np.nan)
     known = _by_request(scores.request, scores.in_vocabulary[:, :1], num_requests)
-    outcomes = prefix_outcomes(scores, law)
-    with_drafts = law.offered > 0
-    moves = law.survival - np.pad(law.survival[:, 1:], ((0, 0), (0, 1)))
+    ends = law.visits[:, None] * _moves(law.survival)
     positions, forced_tokens = _positions(scores, law, sums, bootstrap)
     return Quality(
         num_requests=num_requests,
@@ -222,10 +227,10 @@ def measure_quality(scores: AnchorScores, num_requests: int, num_draft_tokens: i
         tokens_per_step_macro=bootstrap.mean(macro),
         acceptance_rate=pooled[1],
         positions=positions,
-        accepted_histogram=tuple((law.visits[with_drafts, None] * moves[with_drafts]).sum(0).tolist()),
+        accepted_histogram=tuple(ends[law.offered > 0].sum(0).tolist()),
         teacher_forced_tokens_per_step=forced_tokens,
         in_vocabulary=bootstrap.ratio(known, committed)[0],
-        calibration=calibrate(outcomes.request, outcomes.survival, outcomes.accepted, bootstrap, outcomes.weight),
+        calibration=calibrate(prefix_outcomes(scores, law), bootstrap),
         num_rescored=scores.num_rescored,
     )
 
@@ -234,10 +239,9 @@ def _positions(
     scores: AnchorScores, law: LoopLaw, sums: RequestSums, bootstrap: Bootstrap
 ) -> tuple[tuple[PositionQuality, ...], Estimate]:
     """Figures of each position, and 1 + the sum of teacher-forced survival."""
-    num_draft_tokens = law.survival.shape[1] - 1
-    slot = np.arange(num_draft_tokens)
-    free = law.visits[:, None] * law.survival[:, :-1] * (slot < law.judged[:, None])
-    forced = (slot < scores.left[:, None]).astype(np.float64)
+    num_draft_tokens = len(law.slot)
+    free = law.visits[:, None] * law.survival[:, :-1] * law.on_path
+    forced = (law.slot < scores.left[:, None]).astype(np.float64)
     known, confidence = (values[:, :num_draft_tokens] for values in (scores.in_vocabulary, scores.confidence))
     survival = np.where(forced > 0, scores.accept[:, :num_draft_tokens], 0.0).cumprod(axis=1)
 
@@ -280,25 +284,19 @@ def prefix_outcomes(scores: AnchorScores, law: LoopLaw) -> np.recarray:
         [n] rows of drafts that count: `request`, `position`; `survival`, product of the confidences of the block up to
         the draft, NaN without a head; `accepted`; `weight` > 0, expected number of times.
     """
-    num_draft_tokens = law.survival.shape[1] - 1
-    slot = np.arange(num_draft_tokens)
-    on_path = slot < law.judged[:, None]
+    slot, num_draft_tokens = law.slot, len(law.slot)
     accepted = law.visits[:, None] * law.survival[:, 1:]
     # The block that was sampled was rejected somewhere among the drafts scored, which may be more than K.
     widest = np.minimum(scores.accept.shape[1], np.minimum(scores.room, scores.left))
     within = np.arange(scores.accept.shape[1]) < widest[:, None]
     rejected_somewhere = 1 - np.where(within, scores.accept, 1.0).prod(axis=1)
     at = scores.rejected_at[:, None]
-    counts = (at <= slot) & (slot < law.offered[:, None]) & (on_path | (at < scores.left[:, None] - 1))
+    counts = (at <= slot) & (slot < law.offered[:, None]) & (law.on_path | (at < scores.left[:, None] - 1))
     rejected = (law.visits * rejected_somewhere)[:, None] * counts
-    along = np.where(on_path, scores.confidence[:, :num_draft_tokens], 1.0).cumprod(axis=1)
-    weight = np.concatenate([accepted, rejected]).ravel()
-    columns = (
-        np.broadcast_to(scores.request[:, None], accepted.shape),
-        np.broadcast_to(slot, accepted.shape),
-    )
-    request, position = (np.concatenate([column, column]).ravel() for column in columns)
-    survival = np.concatenate([along, scores.rejected_survival[:, :num_draft_tokens]]).ravel()
-    hit = np.concatenate([np.ones(accepted.shape, dtype=bool), np.zeros(rejected.shape, dtype=bool)]).ravel()
+    along = np.where(law.on_path, scores.confidence[:, :num_draft_tokens], 1.0).cumprod(axis=1)
+    # The block along the path, then the rejected one: [2, N, K] each.
+    survival = np.stack([along, scores.rejected_survival[:, :num_draft_tokens]])
+    hit, weight = np.array([True, False])[:, None, None], np.stack([accepted, rejected])
+    columns = np.broadcast_arrays(scores.request[:, None], slot, survival, hit, weight)
     names = ["request", "position", "survival", "accepted", "weight"]
-    return np.rec.fromarrays([request, position, survival, hit, weight], names=names)[weight > 0]
+    return np.rec.fromarrays([column.ravel() for column in columns], names=names)[weight.ravel() > 0]

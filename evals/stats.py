@@ -55,7 +55,6 @@ class Bootstrap:
                 f"num_requests must be >= 0 and num_resamples >= 1, got {num_requests} and {num_resamples}"
             )
         self.num_requests = num_requests
-        self.num_resamples = num_resamples
         self.weights = np.zeros((num_resamples, num_requests))
         if num_requests:
             shares = np.full(num_requests, 1 / num_requests)
@@ -72,7 +71,10 @@ class Bootstrap:
             m estimates of sum(numerators) / sum(denominators). Resamples whose denominator is 0 do not define the
             ratio and are left out.
         """
-        return self.estimates(ratio_statistic(self._columns(numerators), self._columns(denominators)))
+        for sums in (numerators, denominators):
+            if sums.ndim != 2 or len(sums) != self.num_requests:
+                raise ValueError(f"expected [{self.num_requests}, m] per-request sums, got shape {sums.shape}")
+        return self.estimates(ratio_statistic(numerators, denominators))
 
     def estimates(self, statistic: Statistic) -> list[Estimate]:
         """The m figures of a statistic over these requests, each with its interval."""
@@ -82,12 +84,6 @@ class Bootstrap:
     def mean(self, values: np.ndarray) -> Estimate:
         """Mean over requests of `values` [num_requests]; NaN marks a request without a value, which is left out."""
         return self.estimates(mean_statistic(values))[0]
-
-    def _columns(self, values: np.ndarray) -> np.ndarray:
-        values = np.asarray(values, dtype=np.float64)
-        if values.ndim != 2 or len(values) != self.num_requests:
-            raise ValueError(f"expected [{self.num_requests}, m] per-request sums, got shape {values.shape}")
-        return values
 
     def estimate(self, value: float, resampled: np.ndarray) -> Estimate:
         """Pair a figure with the interval of its resampled values.
@@ -113,7 +109,6 @@ def ratio_statistic(numerators: np.ndarray, denominators: np.ndarray) -> Statist
 
 def mean_statistic(values: np.ndarray) -> Statistic:
     """Mean over requests of `values` [num_requests], one figure; NaN marks a request without a value."""
-    values = np.asarray(values, dtype=np.float64)
     known = ~np.isnan(values)
     return ratio_statistic(np.where(known, values, 0.0)[:, None], known[:, None].astype(np.float64))
 
@@ -138,6 +133,12 @@ def macro_mean(parts: Sequence[tuple[int, Statistic]]) -> list[Estimate]:
     values, resampled = np.split(np.mean(padded, axis=0), [1])
     fewest = min(draws, key=lambda draw: draw.num_requests)  # one request in a set: no spread can be seen
     return [fewest.estimate(value, column) for value, column in zip(values[0], resampled.T, strict=True)]
+
+
+def sum_by(row: np.ndarray, column: np.ndarray | int, values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Sum values into cells (row, column) of an array of `shape`; the three are broadcast against each other."""
+    cells, values = np.broadcast_arrays(row * shape[1] + column, values)
+    return np.bincount(cells.ravel(), values.ravel(), shape[0] * shape[1]).reshape(shape)
 
 
 def divide(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:

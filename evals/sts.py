@@ -27,15 +27,14 @@ grid; likelihood is smooth and needs no bins); Guo et al. 2017, arXiv:1706.04599
 and Nelder, Generalized Linear Models, section 2.5.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dspark.confidence import Scaling
 from dspark.evals.acceptance import judged_counts, judged_positions
-from dspark.evals.calibration import brier_statistic, ece_statistic
+from dspark.evals.calibration import brier_statistic, ece_statistic, with_confidence
 from dspark.evals.stats import Bootstrap, Estimate, Statistic
 from dspark.records import StepRecord
 
@@ -69,10 +68,6 @@ class ScalingEffect:
     ece: Change
     brier: Change
     position_ece: tuple[Change, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def fit_sts(requests: Sequence[Sequence[StepRecord]], num_positions: int | None = None) -> Scaling:
@@ -123,40 +118,29 @@ def undo_scaling(requests: Sequence[Sequence[StepRecord]], scaling: Scaling) -> 
     return [[_rescaled(step, temperatures, -offsets * temperatures) for step in steps] for steps in requests]
 
 
-def scaling_effect(
-    requests: Sequence[Sequence[StepRecord]], scaling: Scaling, bootstrap: Bootstrap | None = None
-) -> ScalingEffect:
+def scaling_effect(requests: Sequence[Sequence[StepRecord]], scaling: Scaling) -> ScalingEffect:
     """Score confidences before and after scaling, on requests that it was not fitted on.
 
     Args:
         requests: the steps of each request, with the head's own confidences.
         scaling: of every draft position.
-        bootstrap: resamples over these requests; None draws them.
     """
-    bootstrap = bootstrap or Bootstrap(len(requests))
-    tables = [judged_positions(steps) for steps in (requests, scale_steps(requests, scaling))]
-    scored = ~np.isnan(tables[0].survival)
-    columns = [(t.request[scored], t.survival[scored], t.accepted[scored].astype(np.float64)) for t in tables]
-    positions = tables[0].position[scored]
+    bootstrap = Bootstrap(len(requests))
+    tables = [with_confidence(judged_positions(steps)) for steps in (requests, scale_steps(requests, scaling))]
 
-    def change(score: Any, chosen: np.ndarray) -> Change:
-        before, after = (score(*(values[chosen] for values in column), bootstrap.num_requests) for column in columns)
-        return _change(before, after, bootstrap)
+    def change(score: Callable[[np.recarray, int], Statistic], position: int | None = None) -> Change:
+        chosen = [table if position is None else table[table.position == position] for table in tables]
+        before, after = (score(table, len(requests)) for table in chosen)
+        return Change(*(bootstrap.estimates(s)[0] for s in (before, after, lambda w: after(w) - before(w))))
 
-    every = np.ones(len(positions), dtype=bool)
     return ScalingEffect(
         num_requests=len(requests),
         num_steps=sum(1 for steps in requests for step in steps if step.confidence),
-        num_positions=len(positions),
-        ece=change(ece_statistic, every),
-        brier=change(brier_statistic, every),
-        position_ece=tuple(change(ece_statistic, positions == k) for k in range(len(scaling.temperatures))),
+        num_positions=len(tables[0]),
+        ece=change(ece_statistic),
+        brier=change(brier_statistic),
+        position_ece=tuple(change(ece_statistic, k) for k in range(len(scaling.temperatures))),
     )
-
-
-def _change(before: Statistic, after: Statistic, bootstrap: Bootstrap) -> Change:
-    estimates = (bootstrap.estimates(s)[0] for s in (before, after, lambda w: after(w) - before(w)))
-    return Change(*estimates)
 
 
 def _events(requests: Sequence[Sequence[StepRecord]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -37,7 +37,7 @@ from dspark.evals.datasets import Dataset, PromptFormat
 from dspark.evals.records import RecordStore, Request, list_requests
 from dspark.evals.settings import EvalSettings, config_sha256, weights_sha256
 from dspark.loop import generate
-from dspark.records import FinishReason, Generation
+from dspark.records import Generation
 from dspark.target import HFTarget
 
 FORMAT = 1
@@ -59,10 +59,8 @@ class TargetPath:
     """
 
     index: int
-    domain: str | None
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
     max_new_tokens: int
 
     @property
@@ -208,7 +206,15 @@ def continue_prompts(
     if waiting:
         _generate(target, waiting, settings, progress)
     for texts, requests in zip(sets, listed, strict=True):
-        texts.paths = [_path(target, texts.store, request, settings) for request in requests]
+        texts.paths = [
+            TargetPath(
+                request.prompt.index,
+                tuple(request.prompt_ids),
+                texts.store.continuations.records[request.key].token_ids,
+                min(settings.max_new_tokens, target.max_positions - len(request.prompt_ids)),
+            )
+            for request in requests
+        ]
 
 
 def _generate(
@@ -225,18 +231,6 @@ def _generate(
         prompts = [request.prompt_ids for _, request in waiting]
         params = [settings.sampling_params(request.temperature, request.seed) for _, request in waiting]
         generate(target, None, prompts, params, max_batch_size=settings.batch_size, on_finish=on_finish)
-
-
-def _path(target: HFTarget, store: StateStore, request: Request, settings: EvalSettings) -> TargetPath:
-    record = store.continuations.records[request.key]
-    return TargetPath(
-        index=record.index,
-        domain=record.domain,
-        prompt_ids=tuple(request.prompt_ids),
-        token_ids=record.token_ids,
-        finish_reason=record.finish_reason,
-        max_new_tokens=min(settings.max_new_tokens, target.max_positions - len(request.prompt_ids)),
-    )
 
 
 def compute_states(

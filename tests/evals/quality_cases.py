@@ -9,10 +9,7 @@ VOCAB, PROMPT = 4, (1, 3, 0, 2)
 
 
 def paths_of(generations, max_new_tokens):
-    return [
-        TargetPath(i, None, tuple(g.prompt_ids), tuple(g.token_ids), g.finish_reason, max_new_tokens)
-        for i, g in enumerate(generations)
-    ]
+    return [TargetPath(i, tuple(g.prompt_ids), tuple(g.token_ids), max_new_tokens) for i, g in enumerate(generations)]
 
 
 def score(target, drafter, paths, folder, rule):
@@ -27,7 +24,7 @@ def score_all_texts(target, drafter, enumeration, folder, rule_options, num_draf
     paths, weights = [], []
     for index, (tokens, weight) in enumerate(enumeration.paths().items()):
         prompt = tuple(enumeration.prompt)
-        paths.append(TargetPath(index, None, prompt, tokens, None, params.max_new_tokens))
+        paths.append(TargetPath(index, prompt, tokens, params.max_new_tokens))
         weights.append(weight)
     store = StateStore(folder, {"test": 1})
     compute_states(target, store, paths, drafter.config.tap_ids, progress=False)

@@ -9,6 +9,10 @@ from dspark.evals.calibration import MAX_RESAMPLED_SCORES, NUM_BINS, calibrate
 from dspark.evals.stats import Bootstrap
 
 
+def outcomes(*columns):
+    return np.rec.fromarrays(columns, names=["request", "survival", "accepted"])
+
+
 def brute_force_auroc(scores, labels):
     pairs = [(p > n) + 0.5 * (p == n) for p in scores[labels] for n in scores[~labels]]
     return sum(pairs) / len(pairs)
@@ -55,7 +59,7 @@ def test_auroc_matches_its_definition(decimals):
     rng = np.random.default_rng(decimals)
     scores = rng.random(200).round(decimals)
     labels = rng.random(200) < scores
-    calibration = calibrate(np.repeat(np.arange(10), 20), scores, labels, Bootstrap(10))
+    calibration = calibrate(outcomes(np.repeat(np.arange(10), 20), scores, labels), Bootstrap(10))
     assert calibration.auroc.value == pytest.approx(brute_force_auroc(scores, labels), abs=1e-12)
     assert calibration.auroc.low < calibration.auroc.value < calibration.auroc.high
 
@@ -67,7 +71,7 @@ def test_auroc_interval_barely_depends_on_grouping_scores():
     labels = rng.random(len(scores)) < scores
     request = np.arange(len(scores)) % 20
     bootstrap = Bootstrap(20, num_resamples=200)
-    estimate = calibrate(request, scores, labels, bootstrap).auroc
+    estimate = calibrate(outcomes(request, scores, labels), bootstrap).auroc
     exact = []
     for weights in bootstrap.weights:
         repeated = np.repeat(np.arange(len(scores)), weights[request].astype(int))

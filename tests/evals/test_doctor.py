@@ -196,7 +196,7 @@ def test_the_command_reports_and_its_status_tells(target, tmp_path, capsys):
 
 def test_anchors_are_spread_over_those_with_a_whole_block_behind_them():
     rule = ScoringRule(SamplingParams(), 4, max_anchors=3)
-    path = TargetPath(0, None, (1,), tuple(range(24)), None, 24)  # 23 anchors, the last with 4 tokens behind it is 19
+    path = TargetPath(0, (1,), tuple(range(24)), 24)  # 23 anchors, the last with 4 tokens behind it is 19
     assert rule.anchors_of(path).tolist() == [0, 10, 19]
     assert rule.anchors_of(replace(path, token_ids=(1, 2, 3))).tolist() == []
     assert replace(rule, max_anchors=None).anchors_of(path).tolist() == list(range(23))

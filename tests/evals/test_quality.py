@@ -148,7 +148,7 @@ def test_the_rejected_draft_has_the_law_of_rejected_drafts(ids):
     anchors = torch.stack([torch.zeros(cells, dtype=torch.int64), torch.zeros(cells, dtype=torch.int64)], dim=1)
     texts = SimpleNamespace(
         tokens=torch.tensor([[1, 1, 1]]),
-        paths=[TargetPath(0, None, (1,), (1, 1, 1), None, 3)],
+        paths=[TargetPath(0, (1,), (1, 1, 1), 3)],
         probs=p.expand(1, 2, 4),
         uniform=((torch.arange(cells, dtype=torch.float64) + 0.5) / cells)[None, :, None].expand(1, cells, 4),
         ids=None if ids is None else torch.tensor(ids),
@@ -312,7 +312,7 @@ def test_near_the_drafters_last_position_nothing_is_offered(tmp_path):
 def test_no_text_at_all_gives_undefined_figures(tmp_path):
     target = tiny_target(16)
     drafter = tiny_drafter(drafter_config(16), target)
-    paths = [TargetPath(0, None, (1,), (2,), "stop", 9), TargetPath(1, None, (1,), (3,), "stop", 9)]
+    paths = [TargetPath(0, (1,), (2,), 9), TargetPath(1, (1,), (3,), 9)]
     scores = score(target, drafter, paths, tmp_path, ScoringRule(SamplingParams(), 4))
     quality = measure_quality(scores, 2, 4, Bootstrap(2))
     assert (quality.num_requests, quality.num_anchors, quality.num_steps) == (2, 0, 0.0)
