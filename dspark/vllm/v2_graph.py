@@ -9,8 +9,7 @@ a graph for each of these choices and each number of requests.
 
 Everything else takes vLLM's way: steps with prompts or missing drafts, grammars, log-probabilities, several ranks, and
 what vLLM does to logits before temperature: penalties, bad words, logit bias, allowed tokens, minimal lengths, thinking
-budgets, custom processors. Adaptive verification, whose graphs are for numbers of tokens, comes here with steps that
-trim nothing and fill their graph.
+budgets, custom processors. Adaptive verification comes here with steps that trim nothing.
 """
 
 import sys
@@ -34,7 +33,7 @@ from dspark.vllm.v2_tail import Tail, can_have_tail
 logger = init_logger("vllm.dspark")
 
 # Graphs share memory for the logits of one step, and a second copy where parameters change them, which vLLM has not set
-# aside: with more, the launches hardly matter.
+# aside: the first graph takes it, for the largest step of vLLM's graphs. With more logits the launches hardly matter.
 MAX_LOGITS_BYTES = 2**29
 # Of some 20 launches each. They are numbers of requests times choices of stages, of which a server meets few.
 MAX_GRAPHS = 256
@@ -91,7 +90,9 @@ class SampleGraphs:
         self.deciding = arrays_deciding(runner.sampler)
         self.decided: tuple[list[bytes], Kind | None] = [], None
         self.tail = Tail(runner) if can_have_tail(runner) else None
-        self.recorder = Recorder(device)
+        largest = min(most, len(runner.cudagraph_manager.hidden_states) // self.width)
+        room = self.logits_bytes(largest, processed=runner.rejection_sampler.graphs == "all")
+        self.recorder = Recorder(device, min(room, MAX_LOGITS_BYTES))
         self.recorded: dict[Kind, Recorded] = {}
         self.kept: dict[int, torch.Tensor] = {}
         self.limit, self.records_tail = MAX_GRAPHS, self.tail is not None
@@ -138,10 +139,14 @@ class SampleGraphs:
             and batch.num_draft_tokens == rows - count
         )
         kind = self.stages(batch.idx_mapping_np) if full else None
-        if kind is None or rows * self.runner.vocab_size * (8 if kind.processed else 4) > MAX_LOGITS_BYTES:
+        if kind is None or self.logits_bytes(count, kind.processed) > MAX_LOGITS_BYTES:
             return None
         inputs = batch.input_ids, batch.positions, batch.seq_lens, batch.query_start_loc
         return kind._replace(buffers=tuple(each.data_ptr() for each in inputs))
+
+    def logits_bytes(self, requests: int, processed: bool) -> int:
+        """Memory for a step's logits, in 32 bits whatever their type, and for the copy in which they are changed."""
+        return requests * self.width * self.runner.vocab_size * (8 if processed else 4)
 
     def stages(self, slots: np.ndarray) -> Kind | None:
         """`choose_stages`, remembered while the batch and what it decides by are the same."""
@@ -276,9 +281,15 @@ def truncation_buffers() -> list[torch.Tensor]:
 
 
 class Recorder:
-    """Captures graphs on a stream of its own, with one memory pool: one graph is over before another runs."""
+    """Captures graphs on a stream of its own, with one memory pool: one graph is over before another runs.
 
-    def __init__(self, device: torch.device) -> None:
+    A pool gives nothing back, and takes more for whatever fits into none of its free blocks: of batches that grow by a
+    request at a time, each would add logits of its own. So the first graph leaves a free block that any logits fit.
+    """
+
+    def __init__(self, device: torch.device, room: int) -> None:
+        """Args: where; bytes of that block."""
+        self.device, self.room = device, room
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -286,7 +297,7 @@ class Recorder:
         """Returns: what replays `body`, and its outputs, which every replay writes anew.
 
         Raises:
-            RuntimeError: something in it cannot be captured.
+            RuntimeError: something in it cannot be captured, or there is no memory.
         """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self.stream.wait_stream(current)
@@ -294,9 +305,12 @@ class Recorder:
             # Other threads wait for copies meanwhile, which must not end the capture.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
+                room = torch.empty(self.room, dtype=torch.uint8, device=self.device)
                 outputs = body()
+                del room  # not before: what the first graph keeps, as cuBLAS does its workspace, lies beside it
             finally:
                 graph.capture_end()
+        self.room = 0
         current.wait_stream(self.stream)
         return graph.replay, outputs
 

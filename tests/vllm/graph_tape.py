@@ -62,8 +62,8 @@ class TapeRecorder:
 
     recorded = 0
 
-    def __init__(self, device):
-        self.device = device
+    def __init__(self, device, room):
+        self.device, self.room = device, room
 
     def record(self, body):
         """What replays `body`, and its outputs, which hold nothing before the first replay."""

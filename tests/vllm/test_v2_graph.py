@@ -5,6 +5,7 @@ and state of requests (`graph_steps.py`).
 """
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -299,6 +300,64 @@ def test_changed_logits_are_a_second_copy(runner, monkeypatch):
     admit(runner, 4, temperature=0.6)
     found = [graphs.kind(*make_step(runner, torch.Generator(), slots, len(slots))) for slots in ([1, 2], [4], [1, 4])]
     assert [each and each[:1] + each[2:4] for each in found] == [(2, False, False), (1, True, True), None]
+
+
+class Pool:
+    """Memory as torch holds it for graphs: what is free and large enough is used again, nothing is given back."""
+
+    def __init__(self):
+        self.free, self.taken = [], 0
+
+    def empty(self, size, **options):
+        return Block(self, size)
+
+
+class Block:
+    def __init__(self, pool, size):
+        fitting = [each for each in pool.free if each >= size]
+        self.pool, self.size = pool, min(fitting, default=size)
+        if fitting:
+            pool.free.remove(self.size)
+        else:
+            pool.taken += size
+
+    def __del__(self):
+        self.pool.free.append(self.size)
+
+
+@pytest.mark.parametrize(("room", "taken"), [(100, 7 + 1 + 100), (0, 7 + 100 * 101 // 2)])
+def test_graphs_of_growing_batches_share_their_memory(monkeypatch, room, taken):
+    """Without the room that the first leaves, each takes its own. Some is kept in use, as cuBLAS's workspace is."""
+    pool, stream = Pool(), SimpleNamespace(wait_stream=lambda other: None)
+    graph = SimpleNamespace(capture_begin=lambda **options: None, capture_end=lambda: None, replay=None)
+    cuda = {
+        "Stream": lambda device: stream, "current_stream": lambda: stream, "stream": lambda chosen: nullcontext(),
+        "graph_pool_handle": lambda: 0, "CUDAGraph": lambda: graph,
+    }  # fmt: skip
+    for name, stand_in in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch, "empty", pool.empty)
+    recorder, workspace = v2_graph.Recorder(torch.device("cpu"), room), []
+
+    def body(requests):
+        workspace[:] = workspace or [pool.empty(7)]
+        logits = pool.empty(requests)
+        return logits.size
+
+    for requests in range(1, 101):
+        recorder.record(lambda requests=requests: body(requests))
+    assert pool.taken == taken
+
+
+@pytest.mark.parametrize(("graphs", "bytes_each"), [("plain", 4), ("all", 8)])
+def test_room_for_the_largest_step(runner, monkeypatch, graphs, bytes_each):
+    runner.rejection_sampler.graphs = graphs
+    whole = MOST * WIDTH * VOCAB * bytes_each
+    assert v2_graph.SampleGraphs(runner, vllms_sample).recorder.room == whole
+    monkeypatch.setattr(v2_graph, "MAX_LOGITS_BYTES", whole - 1)
+    assert v2_graph.SampleGraphs(runner, vllms_sample).recorder.room == whole - 1, "larger steps have no graph"
+    runner.cudagraph_manager.hidden_states = torch.zeros(3 * WIDTH + 1, 1)
+    assert v2_graph.SampleGraphs(runner, vllms_sample).recorder.room == whole // MOST * 3, "nor has the target"
 
 
 def test_buffers_that_vllm_replaces_are_kept(runner, sample, monkeypatch):
