@@ -69,18 +69,24 @@ class Tail:
         self.done = Done(batch, num_sampled, drafting)
 
     def postprocess(
-        self, idx_mapping: torch.Tensor, tokens: torch.Tensor, num_sampled: torch.Tensor, *rest: Any
+        self,
+        idx_mapping: torch.Tensor,
+        sampled_tokens: torch.Tensor,
+        num_sampled: torch.Tensor,
+        *rest: Any,
+        **named: Any,
     ) -> None:
-        """vLLM's `postprocess_sampled`."""
+        """vLLM's `postprocess_sampled`, which vLLM also calls by the names of its arguments."""
         if self.done is None or self.done.num_sampled is not num_sampled:
-            self.vllms_postprocess(idx_mapping, tokens, num_sampled, *rest)
+            self.vllms_postprocess(idx_mapping, sampled_tokens, num_sampled, *rest, **named)
 
-    def propose(self, batch: Any, *rest: Any, **named: Any) -> torch.Tensor:
-        """vLLM's `propose`; a step without drafts has no use for the drafter's graph and takes vLLM's way."""
-        if self.done is None or self.done.batch is not batch or named.get("num_speculative_tokens") == 0:
-            return self.vllms_propose(batch, *rest, **named)
+    def propose(self, input_batch: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        """vLLM's `propose`, whose arguments dummy steps name; a step without drafts has no use for the drafter's graph
+        and takes vLLM's way."""
+        if self.done is None or self.done.batch is not input_batch or named.get("num_speculative_tokens") == 0:
+            return self.vllms_propose(input_batch, *rest, **named)
         self.speculator.query_cudagraph_manager.run_fullgraph(self.done.drafting)
-        return self.speculator.draft_tokens[: batch.num_reqs]
+        return self.speculator.draft_tokens[: input_batch.num_reqs]
 
 
 @contextmanager

@@ -303,6 +303,29 @@ def test_a_step_without_drafts(pair):
     assert replayed == [[4, 4, 4]] * 2
 
 
+def test_dummy_steps_in_between(pair):
+    """vLLM gives the arguments of those by name."""
+    for seed in range(4):
+        same_step(pair, seed, [3, 1])
+        for runner in pair:
+            states = runner.sampler.sampling_states
+            hidden, batch = make_step(runner, torch.Generator().manual_seed(90 + seed), [0, 1], 2)
+            runner.speculator.propose(
+                input_batch=batch,
+                attn_metadata={},
+                slot_mappings={},
+                last_hidden_states=hidden,
+                aux_hidden_states=runner.cudagraph_manager.aux_hidden_states,
+                num_sampled=torch.ones(2, dtype=torch.int32),
+                num_rejected=torch.zeros(2, dtype=torch.int32),
+                last_sampled=runner.req_states.last_sampled_tokens,
+                next_prefill_tokens=runner.req_states.next_prefill_tokens,
+                temperature=states.temperature.gpu,
+                seeds=states.seeds.gpu,
+                dummy_run=True,
+            )
+
+
 def test_replays_call_neither_of_vllms(pair, monkeypatch):
     runner = pair[1]
     for seed in range(2):
