@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
-from dspark.sampling.params import SamplingTensors, Softening, check_peaks, widened
+from dspark.sampling.params import SamplingTensors, Softening, widened
 from dspark.sampling.proposal import Proposal, make_proposal
 from dspark.sampling.streams import GROUP, Purpose, Streams, draw_in_groups
 
@@ -39,7 +39,8 @@ def draft_token(
         greedy or all temperatures are 0.
 
     Raises:
-        ValueError: `drafting` is unknown; logits and params as in `to_distribution`.
+        ValueError: `drafting` is unknown; logits and params as in `to_distribution`; the requests of `positions` are
+            others.
     """
     block = BlockDraws(params, streams, positions[:, None], drafting, ids)
     token = block.draw(0, logits)
@@ -49,8 +50,9 @@ def draft_token(
 
 @dataclass
 class BlockDraws:
-    """The draws of a block, position after position. What they have in common is computed once, and nothing waits for
-    the device before `check`. Arguments as in `draft_token`, but positions [B, K] of all drafted tokens.
+    """The draws of a block, position after position. What they have in common is computed once, and but for top-p
+    nothing waits for the device before `check`. Arguments as in `draft_token`, but positions [B, K] of all drafted
+    tokens.
     """
 
     params: SamplingTensors
@@ -65,7 +67,6 @@ class BlockDraws:
         self.one_hot = self.drafting == "greedy" or self.params.all_greedy
         self.tokens: list[torch.Tensor] = []
         self.probs: list[torch.Tensor] = []
-        self.peaks: list[torch.Tensor] = []
 
     def draw(self, i: int, logits: torch.Tensor) -> torch.Tensor:
         """Token [B] of draft i, a target id, from logits [B, D]; i counts from 0."""
@@ -75,19 +76,18 @@ class BlockDraws:
             logits = widened(logits)
             if i == 0:
                 at, width, dtype = (self.positions, Purpose.DRAFT), logits.shape[-1], logits.dtype
-                self.soften = Softening(self.params, width, dtype)
+                self.soften = Softening(self.params, width, dtype, len(logits))
                 self.noise = self.streams.exponential_of_groups(*at, -(-width // GROUP), dtype).unbind(1)
                 self.uniform = self.streams.uniform(*at).unbind(1)
-            self.peaks.append(logits.amax(-1, keepdim=True))
-            self.probs.append(self.soften(logits, self.peaks[i]))
+            self.probs.append(self.soften(logits))
             column = draw_in_groups(self.probs[i], self.noise[i], self.uniform[i])
         self.tokens.append(column if self.ids is None else self.ids[column])
         return self.tokens[i]
 
     def check(self) -> None:
         """Refuse what was drawn if it came from logits that `to_distribution` refuses (ValueError)."""
-        if self.peaks:
-            check_peaks(torch.stack(self.peaks, 1))
+        if self.probs:
+            self.soften.check()
 
     def proposal(self) -> Proposal:
         """The tokens drawn so far, and what from; refuses as `check` does."""

@@ -142,15 +142,11 @@ class SamplingTensors:
 
     def rows(self, index: torch.Tensor) -> "SamplingTensors":
         """The requests that `index` selects: [n] int64 or a [B] bool mask."""
-        return self._map(lambda field: field[index])
+        return SamplingTensors(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def concat(self, other: "SamplingTensors") -> "SamplingTensors":
         """These requests, then those of `other`."""
         return SamplingTensors(*(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)))
-
-    def repeat_each(self, times: int) -> "SamplingTensors":
-        """[B * times]: every request `times` times in a row, for its positions."""
-        return self._map(lambda field: field.repeat_interleave(times))
 
     def without_truncation(self) -> "SamplingTensors":
         """The same temperatures with top-k, top-p and min-p off."""
@@ -160,9 +156,6 @@ class SamplingTensors:
             top_p=torch.ones_like(self.top_p),
             min_p=torch.zeros_like(self.min_p),
         )
-
-    def _map(self, select: Callable[[torch.Tensor], torch.Tensor]) -> "SamplingTensors":
-        return SamplingTensors(*(select(getattr(self, f.name)) for f in fields(self)))
 
 
 def to_distribution(logits: torch.Tensor, params: SamplingTensors | SamplingParams) -> torch.Tensor:
@@ -185,14 +178,13 @@ def to_distribution(logits: torch.Tensor, params: SamplingTensors | SamplingPara
     num_requests, vocab_size = logits.shape[0], logits.shape[-1]
     if isinstance(params, SamplingParams):
         params = SamplingTensors.stack([params] * num_requests, logits.device)
-    if len(params) != num_requests:
-        raise ValueError(f"logits has {num_requests} requests, but the sampling parameters have {len(params)} rows")
     rows = widened(logits).reshape(-1, vocab_size)
+    soften = Softening(params, vocab_size, rows.dtype, num_requests, len(rows) // max(num_requests, 1))
     if not len(rows):
         return rows.view(logits.shape)
-    peak = rows.amax(-1, keepdim=True)
-    check_peaks(peak)
-    return Softening(params, vocab_size, rows.dtype, len(rows) // num_requests)(rows, peak).view(logits.shape)
+    probs = soften(rows)
+    soften.check()
+    return probs.view(logits.shape)
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
@@ -200,31 +192,24 @@ def widened(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def check_peaks(peaks: torch.Tensor) -> None:
-    """Refuse logits of which no distribution can be made, by the maxima of their rows; waits for the device."""
-    finite = peaks.isfinite().flatten()
-    if not finite.all():
-        bad = int((~finite).nonzero()[0, 0])
-        raise ValueError(
-            f"logits row {bad} (of {len(finite)}, requests times positions) has the maximum"
-            f" {peaks.flatten()[bad].item()}, expected a finite one: NaN or +inf means that the model's forward pass"
-            " overflowed, -inf that a mask removed every token"
-        )
-
-
 class Softening:
-    """What a batch's parameters do to logits of one vocabulary and dtype. Whatever the host has to know of them is
-    decided here, once for any number of positions; `to_distribution` is the contract of a call.
+    """`to_distribution` for one batch, vocabulary and dtype, any number of times. Whatever the host has to know of the
+    parameters is decided here, once, and logits are not looked at before `check`.
     """
 
-    def __init__(self, params: SamplingTensors, vocab_size: int, dtype: torch.dtype, repeats: int = 1) -> None:
-        """`repeats`: rows of each request, one behind the other."""
+    def __init__(
+        self, params: SamplingTensors, vocab_size: int, dtype: torch.dtype, num_requests: int, repeats: int = 1
+    ) -> None:
+        """`repeats`: rows of each request, one behind the other. ValueError: `params` has other requests."""
+        if len(params) != num_requests:
+            raise ValueError(f"logits has {num_requests} requests, but the sampling parameters have {len(params)} rows")
 
         def column(values: torch.Tensor) -> torch.Tensor:
             return (values if repeats == 1 else values.repeat_interleave(repeats))[:, None]
 
         temperature, top_k, top_p, min_p = params.host
         warm, limits = temperature > 0, torch.finfo(dtype)
+        self.peaks: list[torch.Tensor] = []
         self.all_greedy = params.all_greedy
         self.greedy = None if warm.all() else column(params.greedy)
         # Above 0 and finite in the logits' dtype: 0 / 0 and -inf / inf would be NaN.
@@ -242,8 +227,10 @@ class Softening:
                 mask = torch.from_numpy(active).to(values.device, non_blocking=True)
                 self.cuts.append((keep, column(values.masked_fill(~mask, 0)), column(mask)))
 
-    def __call__(self, rows: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
-        """Distributions [R, V] of rows [R, V] with maxima peak [R, 1]; NaN where the maximum is not finite."""
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Distributions [R, V] of rows [R, V]; of those that `check` refuses, anything."""
+        peak = rows.amax(-1, keepdim=True)
+        self.peaks.append(peak)
         if self.all_greedy:
             return _most_likely(rows)
         probs = (rows - peak).div_(self.temperature).softmax(-1)
@@ -251,6 +238,18 @@ class Softening:
             kept = _renormalise(probs, keep(probs, values))
             probs = kept if mask is None else torch.where(mask, kept, probs)
         return probs if self.greedy is None else torch.where(self.greedy, _most_likely(rows), probs)
+
+    def check(self) -> None:
+        """Refuse logits of which no distribution can be made (ValueError); waits for the device."""
+        peaks = torch.cat(self.peaks, 1).flatten()
+        finite = peaks.isfinite()
+        if not finite.all():
+            bad = int((~finite).nonzero()[0, 0])
+            raise ValueError(
+                f"logits row {bad} (of {len(peaks)}, requests times positions) has the maximum {peaks[bad].item()},"
+                " expected a finite one: NaN or +inf means that the model's forward pass overflowed, -inf that a mask"
+                " removed every token"
+            )
 
 
 def _most_likely(rows: torch.Tensor) -> torch.Tensor:

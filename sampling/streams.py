@@ -246,7 +246,7 @@ def sample_in_groups(probs: torch.Tensor, streams: Streams, positions: torch.Ten
         [B, N] int64 columns of positive probability, distributed as `probs`.
 
     Raises:
-        ValueError: `positions` and `streams` disagree in the number of requests.
+        ValueError: `positions` disagrees with `probs`, or with `streams` in the number of requests.
         AssertionError: a row has no positive probability.
     """
     assert (probs > 0).any(-1).all(), "a row of probs has no positive entry: nothing can be drawn"
@@ -256,7 +256,10 @@ def sample_in_groups(probs: torch.Tensor, streams: Streams, positions: torch.Ten
 
 def draw_in_groups(probs: torch.Tensor, noise: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """The draws [...] of `sample_in_groups` from probs [..., D] with the noise [..., G] and u [...] of their positions.
-    Rows are not looked at: one of zeros or NaN gives some column or other."""
+    Rows are not looked at: one of zeros or NaN gives some column or other. ValueError: there are more or fewer of them
+    than positions."""
+    if not probs.shape[:-1] == noise.shape[:-1] == u.shape:
+        raise ValueError(f"{tuple(u.shape)} positions for {tuple(probs.shape[:-1])} draws: some would share numbers")
     if missing := -probs.shape[-1] % GROUP:
         probs = torch.nn.functional.pad(probs, (0, missing))
     grouped = probs.unflatten(-1, (-1, GROUP))

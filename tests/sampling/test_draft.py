@@ -5,6 +5,7 @@ import torch
 from exact_law import Q, vector
 
 from dspark.sampling import (
+    BlockDraws,
     Purpose,
     SamplingParams,
     SamplingTensors,
@@ -38,7 +39,7 @@ def test_the_returned_q_is_what_the_token_was_drawn_from(fields):
 def test_draws_follow_q_and_not_its_argmax():
     """Chi-square over 20000 positions, 4 degrees of freedom: 18.47 has the false-alarm rate 0.001."""
     n = 20_000
-    tensors = SamplingTensors.stack([SamplingParams()]).repeat_each(n)
+    tensors = SamplingTensors.stack([SamplingParams()] * n)
     request = Streams(torch.full((n,), 31))
     token, _ = draft_token(vector(*Q).log().expand(n, 5), tensors, request, torch.arange(n))
     counts, expected = torch.bincount(token, minlength=5), vector(*Q) * n
@@ -88,3 +89,26 @@ def test_a_mixed_batch_drafts_each_request_as_alone():
 def test_an_unknown_way_of_drafting_is_named():
     with pytest.raises(ValueError, match="drafting must be one of greedy, probabilistic; got 'argmax'"):
         draft_token(logits_of(1, 3), *batch_of(SamplingParams()), torch.tensor([0]), "argmax")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_parameters_or_positions_of_other_requests_are_refused(count):
+    """One row of either would fit three requests without a complaint of torch's."""
+    three, other = ([SamplingParams(seed=i) for i in range(n)] for n in (3, count))
+    tensors, request = batch_of(*three)
+    with pytest.raises(ValueError, match=f"logits has 3 requests, but the sampling parameters have {count} rows"):
+        draft_token(logits_of(3, 9), batch_of(*other)[0], request, torch.arange(3))
+    with pytest.raises(ValueError, match="positions for"):
+        draft_token(logits_of(3, 9), tensors, batch_of(*other)[1], torch.arange(count))
+
+
+def test_a_block_names_the_row_whose_logits_overflowed():
+    """Request 1's second draft is row 3 of 2 requests times 2 positions."""
+    tensors, request = batch_of(SamplingParams(seed=0, top_p=0.9), SamplingParams(seed=1, top_k=3))
+    block = BlockDraws(tensors, request, torch.tensor([[4, 5], [9, 10]]))
+    bad = logits_of(2, 40)
+    bad[1] = float("nan")
+    for i, logits in enumerate((logits_of(2, 40), bad)):
+        assert (block.draw(i, logits) < 40).all()
+    with pytest.raises(ValueError, match=r"logits row 3 \(of 4, requests times positions\) has the maximum nan"):
+        block.proposal()

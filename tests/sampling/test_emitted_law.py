@@ -34,7 +34,7 @@ class SharedNoise(Streams):
 
 def same_request(n: int, seed: int) -> tuple[SamplingTensors, Streams]:
     """One request at n places of its text."""
-    return SamplingTensors.stack([SamplingParams(seed=seed)]).repeat_each(n), Streams(torch.full((n,), seed))
+    return SamplingTensors.stack([SamplingParams(seed=seed)] * n), Streams(torch.full((n,), seed))
 
 
 def emitted_by_one_draft(request: Streams, tensors: SamplingTensors) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_two_tokens_have_the_joint_law_of_the_target_across_steps(form, fields):
     generator = torch.Generator().manual_seed(7)
     target_logits, draft_logits = torch.randn(2, vocab_size + 1, vocab_size, generator=generator, dtype=torch.float64)
     params = SamplingParams(**fields)
-    tensors = SamplingTensors.stack([params]).repeat_each(n)
+    tensors = SamplingTensors.stack([params] * n)
     request, where = Streams(torch.full((n,), 43)), torch.arange(n) * 4
     start = torch.full((n,), vocab_size)  # the last row of the tables belongs to the anchor
     p_table = to_distribution(target_logits, params)

@@ -82,7 +82,7 @@ class Case:
         """Tokens [R, K + 1] of `dspark.sampling.rejection_sample`."""
         slots = [slot for slot, *_ in self.requests]
         sampling = SamplingTensors.stack([SamplingParams(temperature=t) for _, t, *_ in self.requests])
-        probs = to_distribution(self.logits.flatten(0, 1), sampling.repeat_each(STEPS + 1)).view(self.logits.shape)
+        probs = to_distribution(self.logits, sampling)
         drafts, q = self.drafts[slots], self.q[slots]
         proposal = DenseProposal(drafts, q) if self.ids is None else SparseProposal(drafts, self.ids[slots], q)
         offered = torch.tensor([count for *_, count in self.requests])
