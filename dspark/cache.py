@@ -80,7 +80,7 @@ class RaggedKV:
     def advance(self, num_rows: Sequence[int]) -> None:
         """Commit the first `num_rows[b]` rows written behind request b's length; the others count as never written."""
         self.host_lengths = [length + rows for length, rows in zip(self.host_lengths, num_rows, strict=True)]
-        self.lengths = torch.tensor(self.host_lengths).to(self.lengths.device, non_blocking=True)
+        self.lengths = torch.tensor(self.host_lengths, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
 
     def keep(self, requests: Sequence[int]) -> None:
         """Drop every request that is not listed; the rest take the listed order."""

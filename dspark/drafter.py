@@ -158,16 +158,16 @@ class Drafter(Backbone):
             Confidence logits [B, K], calibrated if the drafter has a calibration; None without a confidence head.
         """
         first = self.config.first_draft_row
-        base = self.base_logits(hidden[:, first : first + num_draft_tokens])
-        rows = hidden[:, first : first + num_draft_tokens].unbind(1)
-        uncorrected = base.to(torch.promote_types(base.dtype, torch.float32)).unbind(1)
+        drafting = hidden[:, first : first + num_draft_tokens]
+        base = self.base_logits(drafting)
+        rows, uncorrected = drafting.unbind(1), base.to(torch.promote_types(base.dtype, torch.float32)).unbind(1)
         head, previous = self.markov_head, anchors
         embedded: list[torch.Tensor] = []
         if head is not None:
             state = head.initial_state(hidden[:, 0])
             for row in range(first):  # the trainer steps a recurrent head on the context-only row too
                 _, state = head(head.markov_w1(previous), hidden[:, row], state)
-        for i, (row_hidden, logits) in enumerate(zip(rows, uncorrected, strict=True)):
+        for i, row_hidden, logits in zip(range(num_draft_tokens), rows, uncorrected, strict=True):
             if head is not None:
                 embedded.append(head.markov_w1(previous))
                 features, state = head(embedded[i], row_hidden, state)

@@ -278,6 +278,14 @@ def test_q_is_the_distribution_after_the_markov_bias_bit_for_bit(anchor_first, k
     assert (draft.proposal.prob() > 0).all()
 
 
+def test_a_chain_of_more_drafts_than_rows_is_no_shorter_block():
+    target = tiny_target(16)
+    drafter = tiny_drafter(drafter_config(16, block_size=4), target)
+    hidden = drafter.block_hidden(drafter.new_cache(1), torch.tensor([1]))
+    with pytest.raises(ValueError, match="shorter"):
+        drafter.chain(hidden, torch.tensor([1]), 5, lambda i, logits: logits.argmax(-1))
+
+
 class TwoTexts(Drafter):
     """Slot 0 is a or c, slot 1 is b or d, each with probability 1/2: the marginals of a target that says ab or cd."""
 
