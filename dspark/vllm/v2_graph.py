@@ -331,7 +331,8 @@ def sampling_in_graphs(vllms_own: Sample) -> Sample:
 
 
 def can_use_graphs(runner: Any) -> bool:
-    """Whether any step of this runner could be replayed: our verification, one rank, and vLLM's graphs are captured."""
+    """Whether any step of this runner could be replayed: our verification, one rank, no LoRA, vLLM's graphs are there,
+    and nothing is put out beside tokens: counts of NaN, sampling masks, routed experts."""
     sampler = runner.sampler
     return (
         getattr(runner.rejection_sampler, "graphs", "off") != "off"
