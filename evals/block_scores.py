@@ -28,7 +28,7 @@ it emits. Read next: `dspark.evals.quality_figures`. Two commands that run it:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -101,7 +101,8 @@ def score_paths(
     Returns:
         The scores, the same for every grouping of the work up to rounding, and for every call.
     """
-    parts = []
+    none, wide = np.zeros(0, dtype=np.int64), np.zeros((0, rule.num_draft_tokens))
+    parts = [AnchorScores(none, none, none, wide, wide, wide, wide, wide, wide, none, wide, 0)]
     scored = [(request, path) for request, path in enumerate(paths) if len(rule.anchors_of(path))]
     for group in group_paths(scored, budget_rows(target, 3)):
         texts = TextGroup(target, drafter, store, [path for _, path in group], rule)
@@ -110,7 +111,9 @@ def score_paths(
             parts.append(_score_chunk(drafter, texts, chunk, rule, [request for request, _ in group]))
             if on_scored is not None:
                 on_scored(len(chunk))
-    return _concatenate(parts, rule.num_draft_tokens)
+    names = [field.name for field in fields(AnchorScores) if field.name != "num_rescored"]
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return AnchorScores(**arrays, num_rescored=sum(part.num_rescored for part in parts))
 
 
 class _Judge:
@@ -239,16 +242,12 @@ def _score_chunk(
     """Both walks over anchors [A, 2]."""
     judge = _Judge(texts, anchors, rule)
     num_draft_tokens = rule.num_draft_tokens
-    starts = [len(texts.paths[row].prompt_ids) + t for row, t in anchors.tolist()]
-    room = torch.tensor(
-        [
-            0
-            if start + drafter.config.block_size > drafter.config.max_position_embeddings
-            else max(texts.paths[row].max_new_tokens - t - 2, 0)
-            for start, (row, t) in zip(starts, anchors.tolist(), strict=True)
-        ],
-        device=judge.left.device,
-    )
+    rows, offsets = anchors.T.tolist()
+    starts = [len(texts.paths[row].prompt_ids) + t for row, t in zip(rows, offsets, strict=True)]
+    allowed = [texts.paths[row].max_new_tokens - t - 2 for row, t in zip(rows, offsets, strict=True)]
+    last = drafter.config.max_position_embeddings - drafter.config.block_size
+    room = [max(left, 0) if start <= last else 0 for start, left in zip(starts, allowed, strict=True)]
+    limits = torch.tensor(room, device=judge.left.device)
     anchor_tokens = texts.tokens[judge.rows, judge.offsets]
     hidden = drafter.block_hidden(context_at(texts.context, judge.rows, starts), anchor_tokens)
     confidence = drafter.chain(hidden, anchor_tokens, num_draft_tokens, judge.pick_path)
@@ -256,32 +255,22 @@ def _score_chunk(
     rejected_at, rejected = torch.full((len(anchors),), num_draft_tokens), along
     if confidence is not None:
         along = confidence.sigmoid()
-        judge.rejected_at = judge.draw_rejections(room, texts.uniform[judge.rows, judge.offsets, 0])
+        judge.rejected_at = judge.draw_rejections(limits, texts.uniform[judge.rows, judge.offsets, 0])
         rejected_at = judge.rejected_at
         own = drafter.chain(hidden, anchor_tokens, num_draft_tokens, judge.pick_rejected)
         assert own is not None, "the confidence head was there a moment ago"
         rejected = own.sigmoid().cumprod(-1)
-    columns = {name: torch.stack(values, dim=1) for name, values in judge.columns.items()}
     return AnchorScores(
-        request=np.array([requests[row] for row, _ in anchors.tolist()]),
+        request=np.array([requests[row] for row in rows]),
         left=_numpy(judge.left),
-        room=_numpy(room),
+        room=np.array(room),
         confidence=_numpy(along),
         rejected_at=_numpy(rejected_at),
         rejected_survival=_numpy(rejected),
         num_rescored=texts.num_rescored(judge.rows, judge.offsets),
-        **{name: _numpy(values) for name, values in columns.items()},
+        **{name: _numpy(torch.stack(values, dim=1)) for name, values in judge.columns.items()},
     )
 
 
 def _numpy(values: torch.Tensor) -> np.ndarray:
     return values.to(torch.float64 if values.is_floating_point() else torch.int64).cpu().numpy()
-
-
-def _concatenate(parts: Sequence[AnchorScores], num_draft_tokens: int) -> AnchorScores:
-    if not parts:
-        none, wide = np.zeros(0, dtype=np.int64), np.zeros((0, num_draft_tokens))
-        return AnchorScores(none, none, none, wide, wide, wide, wide, wide, wide, none, wide, 0)
-    names = [field.name for field in fields(AnchorScores) if field.name != "num_rescored"]
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return replace(parts[0], **arrays, num_rescored=sum(part.num_rescored for part in parts))

@@ -7,8 +7,8 @@ same resamples of requests weigh both runs.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from dspark.evals.records import (
     differing_fields,
     read_records,
 )
-from dspark.evals.rows import NOT_TIMED, MacroRow, ResultRow, Timing, make_domain_rows, make_macro_row, make_row
+from dspark.evals.rows import NOT_TIMED, MacroRow, ResultRow, Timing, make_macro_row, make_row
 from dspark.evals.settings import row_settings
 from dspark.evals.stats import Bootstrap, Estimate, divide
 
@@ -42,14 +42,20 @@ class Run:
     def rows(self) -> list[ResultRow]:
         """Figures of each cell."""
         return [
-            make_row(records, self._settings(cell), self.timings.get(cell, NOT_TIMED))
+            make_row(records, row_settings(self.description, *cell), timing=self.timings.get(cell, NOT_TIMED))
             for cell, records in self.cells.items()
         ]
 
     @cached_property
     def domain_rows(self) -> list[ResultRow]:
-        """Figures of each domain in the cells that have several."""
-        return [row for cell, records in self.cells.items() for row in make_domain_rows(records, self._settings(cell))]
+        """Figures of each domain in the cells whose prompts name more than one; prompts without are in none of them."""
+        found = []
+        for cell, records in self.cells.items():
+            settings = row_settings(self.description, *cell)
+            domains = [name for name in dict.fromkeys(r.domain for r in records) if name is not None]
+            for name in domains if len(domains) > 1 else ():
+                found.append(make_row([r for r in records if r.domain == name], settings, name))
+        return found
 
     @cached_property
     def macro_rows(self) -> list[MacroRow]:
@@ -57,9 +63,6 @@ class Run:
         temperatures = dict.fromkeys(temperature for _, temperature in self.cells)
         sets = [[records for (_, t), records in self.cells.items() if t == value] for value in temperatures]
         return [make_macro_row(parts) for parts in sets if len(parts) > 1]
-
-    def _settings(self, cell: Cell) -> dict[str, Any]:
-        return row_settings(self.description, *cell)
 
 
 def load_run(folder: Path, name: str) -> Run:
@@ -113,20 +116,18 @@ def load_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"a folder is named twice: {', '.join(map(str, folders))}")
-    found: list[tuple[Path, Path]] = []  # the named folder, and that of the run
+    found: list[Path] = []
     compared: list[str] = []
     for folder in folders:
         inner = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
-        found += [(folder, run) for run in ([folder] if (folder / SETTINGS_FILE).exists() or not inner else inner)]
+        found += [folder] if (folder / SETTINGS_FILE).exists() or not inner else inner
         if inner and (folder / RESULTS_FILE).is_file():
             results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
             compared += results.get("comparison", {}).get("allowed", [])
-    short = [run.resolve().name for _, run in found]
-    unique = len(set(short)) == len(short)
-    names = short if unique else [f"{run.resolve().parent.name}/{run.resolve().name}" for _, run in found]
-    if len(set(names)) < len(names):
-        names = [str(run) for _, run in found]
-    return [load_run(run, name) for (_, run), name in zip(found, names, strict=True)], compared
+    paths = [run.resolve() for run in found]
+    short, longer = [path.name for path in paths], [f"{path.parent.name}/{path.name}" for path in paths]
+    names = next((names for names in (short, longer) if len(set(names)) == len(names)), [str(run) for run in found])
+    return [load_run(run, name) for run, name in zip(found, names, strict=True)], compared
 
 
 def merge_runs(runs: Sequence[Run]) -> list[Run]:
@@ -146,23 +147,14 @@ def merge_runs(runs: Sequence[Run]) -> list[Run]:
                     f"{other.name} and {run.name} have the same settings, and both hold {shared[0][0]} at temperature "
                     f"{shared[0][1]:g}: that would be the same requests twice. Leave one out"
                 )
-            merged[i] = _joined(other, run)
+            datasets = {d["name"]: d for one in (other, run) for d in one.description["datasets"]}
+            description = {**other.description, "datasets": list(datasets.values())}
+            cells, timings = {**other.cells, **run.cells}, {**other.timings, **run.timings}
+            merged[i] = Run(f"{other.name}+{run.name}", description, cells, timings)
             break
         else:
             merged.append(run)
     return merged
-
-
-def _joined(first: Run, second: Run) -> Run:
-    known = {d["name"] for d in first.description["datasets"]}
-    datasets = [*first.description["datasets"], *(d for d in second.description["datasets"] if d["name"] not in known)]
-    return replace(
-        first,
-        name=f"{first.name}+{second.name}",
-        description={**first.description, "datasets": datasets},
-        cells={**first.cells, **second.cells},
-        timings={**first.timings, **second.timings},
-    )
 
 
 @dataclass(frozen=True)
@@ -248,9 +240,7 @@ def _contents(dataset: dict[str, Any]) -> str:
 
 
 def _lookup(value: Any, path: str) -> Any:
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+    return reduce(lambda part, key: part.get(key) if isinstance(part, dict) else None, path.split("."), value)
 
 
 def _group(name: str) -> str:
@@ -284,12 +274,9 @@ def paired_differences(runs: Sequence[Run]) -> list[Difference]:
             others = runs[0].cells.get(cell, [])
             if [record.index for record in others] != [record.index for record in records]:
                 continue
-            mine, theirs = (
-                acceptance_statistics([record.steps for record in part])["tokens_per_step"]
-                for part in (records, others)
-            )
-            bootstrap = Bootstrap(len(records))
-            difference = bootstrap.estimates(lambda w, a=mine, b=theirs: a(w) - b(w))[0]
-            ratio = bootstrap.estimates(lambda w, a=mine, b=theirs: divide(a(w), b(w)))[0]
-            found.append(Difference(run.name, runs[0].name, *cell, difference, ratio))
+            parts = [[record.steps for record in part] for part in (records, others)]
+            mine, theirs = (acceptance_statistics(steps)["tokens_per_step"] for steps in parts)
+            both = (lambda w, a=mine, b=theirs: a(w) - b(w), lambda w, a=mine, b=theirs: divide(a(w), b(w)))
+            estimates = (Bootstrap(len(records)).estimates(statistic)[0] for statistic in both)
+            found.append(Difference(run.name, runs[0].name, *cell, *estimates))
     return found

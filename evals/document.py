@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dspark.evals.report import (
     without_single_run,
 )
 from dspark.evals.rows import ResultRow
-from dspark.evals.stats import LEVEL, Estimate
+from dspark.evals.stats import LEVEL
 
 REPORT_FILE = "report.md"
 DEFINITIONS = """\
@@ -37,18 +38,15 @@ DEFINITIONS = """\
 """
 
 
-def render_report(
-    comparison: Comparison, differences: Sequence[Difference], plots: Mapping[str, Sequence[str]], remark: str | None
-) -> str:
+def render_report(comparison: Comparison, plots: Mapping[str, Sequence[str]], remark: str | None) -> str:
     """The page as Markdown.
 
     Args:
         comparison: the runs.
-        differences: what `paired_differences` gives for them.
         plots: file names by kind, as `draw_plots` gives them; empty without plots.
         remark: why there are no plots, None if there are.
     """
-    runs = comparison.runs
+    runs, differences = comparison.runs, paired_differences(comparison.runs)
     parts = ["# Acceptance" + (": " + " against ".join(run.name for run in runs) if len(runs) > 1 else "")]
     parts.append(
         f"Figures with their {LEVEL:.0%} bootstrap intervals over requests in brackets; definitions at the end. "
@@ -79,8 +77,7 @@ def render_report(
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
-def _interval(estimate: Estimate, digits: int = 2) -> str:
-    return number(estimate, digits, interval=True)
+_interval = partial(number, interval=True)
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
@@ -113,7 +110,7 @@ def _cell(row: ResultRow) -> str:
 def _differences(differences: Sequence[Difference]) -> str:
     lines = [["run", "prompts", "temperature", "difference in tokens per step", "ratio"]]
     for d in differences:
-        lines.append([d.run, d.dataset, f"{d.temperature:g}", _interval(d.tokens_per_step), _interval(d.ratio)])
+        lines.append([d.run, d.dataset, f"{d.temperature:g}", *map(_interval, (d.tokens_per_step, d.ratio))])
     return table(lines)
 
 
@@ -159,16 +156,12 @@ def _calibration(drafted: Sequence[tuple[Run, ResultRow]]) -> str:
         if figures is not None:
             scores = (_interval(score, 3) for score in (figures.ece, figures.auroc, figures.brier))
             lines.append([run.name, _cell(row), str(figures.num_positions), *scores])
-            applied[run.name] = run.description["drafter"].get("confidence_scaling")
+            scaling = run.description["drafter"].get("confidence_scaling") or {}
+            parts = (f"{kind} {' '.join(f'{v:.3g}' for v in values)}" for kind, values in scaling.items())
+            applied[run.name] = "scaled by " + ", ".join(parts) if scaling else "the head's own confidences"
     if not applied:
         return "No confidences were reported."
-    words = {
-        name: "the head's own confidences"
-        if scaling is None
-        else "scaled by " + ", ".join(f"{kind} {' '.join(f'{v:.3g}' for v in some)}" for kind, some in scaling.items())
-        for name, scaling in applied.items()
-    }
-    named = [f"{name}: {text}" for name, text in words.items()] if len(words) > 1 else list(words.values())
+    named = [f"{name}: {words}" if len(applied) > 1 else words for name, words in applied.items()]
     return table(without_single_run(lines)) + "\n\n" + "; ".join(named) + "."
 
 
@@ -177,11 +170,11 @@ def _settings(runs: Sequence[Run]) -> str:
     for run in runs:
         settings, versions = run.description["settings"], run.description["versions"]
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        names = (
-            f"target {settings['target_name'] or '(from Python)'}; drafter {settings['drafter_name'] or 'none named'}"
-        )
         listed = ", ".join(f"{name} {value}" for name, value in versions.items())
-        lines.append(f"* {prefix}{names}; {listed}; commit {run.description['commit'] or 'unknown'}.")
+        lines.append(
+            f"* {prefix}target {settings['target_name'] or '(from Python)'}; drafter "
+            f"{settings['drafter_name'] or 'none named'}; {listed}; commit {run.description['commit'] or 'unknown'}."
+        )
         lines += [f"* {prefix}{line}." for line in dict.fromkeys(describe_settings(row) for row in run.rows)]
     return "\n".join(lines)
 
@@ -193,11 +186,6 @@ def write_results(folder: Path, comparison: Comparison) -> None:
     `timing` is that of the requests which this process ran, and is not part of the rows.
     """
     runs = comparison.runs
-    timing = [
-        {"run": run.name, "dataset": dataset, "temperature": temperature, **timing.to_dict()}
-        for run in runs
-        for (dataset, temperature), timing in run.timings.items()
-    ]
     results: dict[str, Any] = {
         "runs": [{"name": run.name, "description": run.description} for run in runs],
         "comparison": {
@@ -209,7 +197,11 @@ def write_results(folder: Path, comparison: Comparison) -> None:
         "rows": [{"run": run.name, **row.to_dict()} for run in runs for row in run.rows],
         "domain_rows": [{"run": run.name, **row.to_dict()} for run in runs for row in run.domain_rows],
         "macro_means": [{"run": run.name, **asdict(row)} for run in runs for row in run.macro_rows],
-        "timing": timing,
+        "timing": [
+            {"run": run.name, "dataset": dataset, "temperature": temperature, **timing.to_dict()}
+            for run in runs
+            for (dataset, temperature), timing in run.timings.items()
+        ],
     }
     write_json(folder / RESULTS_FILE, results)
 
@@ -224,6 +216,5 @@ def write_report(folder: Path, comparison: Comparison) -> str | None:
     write_results(folder, comparison)
     remark = None if plots_available() else HOW_TO_GET
     plots = draw_plots(folder, comparison) if remark is None else {}
-    page = render_report(comparison, paired_differences(comparison.runs), plots, remark)
-    (folder / REPORT_FILE).write_text(page, encoding="utf-8")
+    (folder / REPORT_FILE).write_text(render_report(comparison, plots, remark), encoding="utf-8")
     return remark

@@ -8,13 +8,16 @@ request runs again.
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from dspark.evals.datasets import Dataset, Prompt, PromptFormat, format_prompt, prompt_sha256
-from dspark.evals.settings import request_seed
+from dspark.evals.settings import EvalSettings, request_seed
 from dspark.records import FinishReason, Generation, StepRecord
 
 SETTINGS_FILE = "settings.json"
@@ -112,6 +115,35 @@ def list_requests(
         )
         for prompt in dataset.prompts
     ]
+
+
+def run_requests(
+    generate: Callable[..., list[Generation]],
+    waiting: Sequence[tuple["RecordStore", Request]],
+    settings: EvalSettings,
+    name: str,
+    progress: bool,
+    keep_steps: bool = True,
+) -> list[Generation]:
+    """Generate for requests; the record of each goes to its store as soon as it ends.
+
+    Args:
+        generate: as `Backend.generate`.
+        waiting: the requests, each with the store of its record.
+        settings: how they are sampled.
+        name: of the bar on stderr.
+        progress: whether to show it.
+        keep_steps: whether records hold the steps.
+    """
+    with tqdm(total=len(waiting), desc=name, unit="request", file=sys.stderr, disable=not progress) as bar:
+
+        def on_finish(index: int, generation: Generation) -> None:
+            store, request = waiting[index]
+            store.add(request.record(generation if keep_steps else replace(generation, steps=[])))
+            bar.update()
+
+        params = [settings.sampling_params(request.temperature, request.seed) for _, request in waiting]
+        return generate([request.prompt_ids for _, request in waiting], params, on_finish=on_finish)
 
 
 class RecordStore:

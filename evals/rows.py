@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -84,12 +84,15 @@ class MacroRow:
     expected: tuple[Estimate, ...]
 
 
-def make_row(records: Sequence[RequestRecord], settings: dict[str, Any], timing: Timing = NOT_TIMED) -> ResultRow:
+def make_row(
+    records: Sequence[RequestRecord], settings: dict[str, Any], domain: str | None = None, timing: Timing = NOT_TIMED
+) -> ResultRow:
     """Compute the figures of one data set at one temperature.
 
     Args:
         records: its requests, at least one, in prompt order.
         settings: what `row_settings` gives for them.
+        domain: the only one of their prompts.
         timing: speed of the requests that were run.
     """
     bootstrap = Bootstrap(len(records))
@@ -102,22 +105,9 @@ def make_row(records: Sequence[RequestRecord], settings: dict[str, Any], timing:
         num_tokens=sum(record.num_tokens for record in records),
         finish_reasons=dict(Counter(record.finish_reason for record in records)),
         repetition=bootstrap.mean(loops),
+        domain=domain,
         timing=timing,
     )
-
-
-def make_domain_rows(records: Sequence[RequestRecord], settings: dict[str, Any]) -> list[ResultRow]:
-    """A row for each domain that the prompts of one data set name, if they name more than one.
-
-    Prompts without a domain are in none of them. Arguments as for `make_row`.
-    """
-    domains = [name for name in dict.fromkeys(record.domain for record in records) if name is not None]
-    if len(domains) < 2:
-        return []
-    return [
-        replace(make_row([record for record in records if record.domain == name], settings), domain=name)
-        for name in domains
-    ]
 
 
 def make_macro_row(sets: Sequence[Sequence[RequestRecord]]) -> MacroRow:

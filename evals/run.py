@@ -8,22 +8,18 @@ tokens do not depend on what else is in the batch; in narrower types a near-tie 
 interruption changed the batches.
 """
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm
 
 from dspark.drafter import Drafter
 from dspark.evals.backends import Backend, LoopBackend
 from dspark.evals.compare import Run, compare_runs
 from dspark.evals.datasets import Dataset, PromptFormat, load_datasets, resolve_prompt_format
 from dspark.evals.document import write_results
-from dspark.evals.records import RecordStore, Request, list_requests
+from dspark.evals.records import RecordStore, Request, list_requests, run_requests
 from dspark.evals.rows import NOT_TIMED, ResultRow, Timing
 from dspark.evals.settings import EvalSettings, describe_run
-from dspark.records import Generation
 from dspark.target import HFTarget
 
 
@@ -81,16 +77,9 @@ class OpenRun:
         """Run requests of one cell; each goes to the store as soon as it ends."""
         if not requests:
             return NOT_TIMED
-        name = f"{requests[0].dataset} T={requests[0].temperature:g}"
+        name, waiting = f"{requests[0].dataset} T={requests[0].temperature:g}", [(self.store, r) for r in requests]
         started = time.perf_counter()
-        with tqdm(total=len(requests), desc=name, unit="request", file=sys.stderr, disable=not progress) as bar:
-
-            def on_finish(index: int, generation: Generation) -> None:
-                self.store.add(requests[index].record(generation))
-                bar.update()
-
-            params = [self.settings.sampling_params(request.temperature, request.seed) for request in requests]
-            generations = self.backend.generate([request.prompt_ids for request in requests], params, on_finish)
+        generations = run_requests(self.backend.generate, waiting, self.settings, name, progress)
         num_tokens = sum(len(generation.token_ids) for generation in generations)
         return Timing(len(requests), num_tokens, time.perf_counter() - started)
 

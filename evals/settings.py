@@ -26,7 +26,11 @@ from dspark.schedule import parse_schedule
 from dspark.target import HFTarget
 
 DISTRIBUTIONS = ("torch", "transformers", "numpy")
-SWITCH = (True, False, None)
+# Of each setting that counts something, what to do where None stands for all; of others the values there are.
+COUNTS = {"limit": "; leave it out for all", "num_draft_tokens": "; leave it out for all"}
+COUNTS |= {"batch_size": "", "max_new_tokens": ""}
+CHOICES = {"drafting": get_args(Drafting), "prompt_mode": PROMPT_MODES, "thinking": (True, False, None)}
+CHOICES |= dict.fromkeys(("draft_truncation", "ignore_eos"), (True, False))
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,15 @@ class EvalSettings:
                 raise ValueError(f"{field} is empty: name at least one")
             if len(set(values)) < len(values):
                 raise ValueError(f"{field} {values} names one twice: its rows could not be told apart")
-        for field in ("limit", "num_draft_tokens", "batch_size", "max_new_tokens"):
-            _check_count(field, getattr(self, field), optional=field in ("limit", "num_draft_tokens"))
-        for field, values in (("drafting", get_args(Drafting)), ("prompt_mode", PROMPT_MODES)):
-            if getattr(self, field) not in values:
-                raise ValueError(f"{field} must be one of {', '.join(values)}, got {getattr(self, field)!r}")
-        for field, values in (("draft_truncation", (True, False)), ("ignore_eos", (True, False)), ("thinking", SWITCH)):
-            if not any(getattr(self, field) is value for value in values):
-                expected = ", ".join(map(str, values))
-                raise ValueError(f"{field} must be one of {expected}, got {getattr(self, field)!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+        for field, hint in COUNTS.items():
+            count = getattr(self, field)
+            if not (hint and count is None) and (type(count) is not int or count < 1):
+                raise ValueError(f"{field} must be at least 1, got {count!r}{hint}")
+        for field, values in CHOICES.items():
+            chosen = getattr(self, field)
+            if not any(chosen == value and type(chosen) is type(value) for value in values):  # 1 is not True
+                raise ValueError(f"{field} must be one of {', '.join(map(str, values))}, got {chosen!r}")
+        if type(self.seed) is not int:
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         parse_schedule(self.schedule)
         for temperature in self.temperatures:
@@ -87,24 +90,8 @@ class EvalSettings:
 
     def sampling_params(self, temperature: float, seed: int) -> SamplingParams:
         """Sampling parameters of one request."""
-        return SamplingParams(
-            temperature=temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=seed,
-            max_new_tokens=self.max_new_tokens,
-            ignore_eos=self.ignore_eos,
-        )
-
-
-def _check_count(field: str, value: int | None, optional: bool) -> None:
-    """Refuse what is no count of 1 or more."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        hint = "; leave it out for all" if optional else ""
-        raise ValueError(f"{field} must be at least 1, got {value!r}{hint}")
+        shared = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "max_new_tokens", "ignore_eos")}
+        return SamplingParams(temperature=temperature, seed=seed, **shared)
 
 
 def request_seed(seed: int, dataset: str, index: int) -> int:
@@ -120,9 +107,8 @@ def describe_run(
 
     Two runs with equal descriptions give the same records, up to rounding where the batch differs (none in float64).
     """
-    options = asdict(settings)
-    options.pop("datasets")
-    options |= {"temperatures": list(settings.temperatures), **models["options"]}
+    options = asdict(settings) | {"temperatures": list(settings.temperatures), **models["options"]}
+    del options["datasets"]
     return {
         "datasets": [{"name": d.name, "sha256": d.sha256, "num_prompts": len(d.prompts)} for d in datasets],
         "turns": "first",

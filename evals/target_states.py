@@ -24,7 +24,8 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,9 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from dspark.evals.datasets import Dataset, PromptFormat
-from dspark.evals.records import RecordStore, Request, list_requests
+from dspark.evals.records import RecordStore, Request, list_requests, run_requests
 from dspark.evals.settings import EvalSettings, config_sha256, weights_sha256
 from dspark.loop import generate
-from dspark.records import Generation
 from dspark.target import HFTarget
 
 FORMAT = 1
@@ -198,13 +198,14 @@ def continue_prompts(
     Raises:
         ValueError: a stored continuation is of another prompt, because the tokenizer has changed.
     """
-    waiting: list[tuple[StateStore, Request]] = []
+    waiting: list[tuple[RecordStore, Request]] = []
     listed: list[list[Request]] = []
     for texts in sets:
         listed.append(list_requests(target, texts.dataset, texts.temperature, prompt_format, settings.seed))
-        waiting += [(texts.store, request) for request in texts.store.continuations.missing(listed[-1])]
+        waiting += [(texts.store.continuations, request) for request in texts.store.continuations.missing(listed[-1])]
     if waiting:
-        _generate(target, waiting, settings, progress)
+        plain = partial(generate, target, None, max_batch_size=settings.batch_size)
+        run_requests(plain, waiting, settings, "continue", progress, keep_steps=False)  # no drafts: they say nothing
     for texts, requests in zip(sets, listed, strict=True):
         texts.paths = [
             TargetPath(
@@ -215,22 +216,6 @@ def continue_prompts(
             )
             for request in requests
         ]
-
-
-def _generate(
-    target: HFTarget, waiting: Sequence[tuple[StateStore, Request]], settings: EvalSettings, progress: bool
-) -> None:
-    """Decode plainly; each continuation goes to its store as soon as it ends."""
-    with tqdm(total=len(waiting), desc="continue", unit="request", file=sys.stderr, disable=not progress) as bar:
-
-        def on_finish(index: int, generation: Generation) -> None:
-            store, request = waiting[index]
-            store.continuations.add(request.record(replace(generation, steps=[])))  # no drafts: they say nothing
-            bar.update()
-
-        prompts = [request.prompt_ids for _, request in waiting]
-        params = [settings.sampling_params(request.temperature, request.seed) for _, request in waiting]
-        generate(target, None, prompts, params, max_batch_size=settings.batch_size, on_finish=on_finish)
 
 
 def compute_states(
