@@ -169,18 +169,18 @@ def conv_window(
 
     Source: `conv_window_ref`.
     """
-    check_ring(ring, weight, inputs.shape[1] if first_token is None else 1)
+    check_ring(ring.shape[1], weight, inputs.shape[1] if first_token is None else 1)
     if runs_kernel(ring):
         return launch_conv_window(inputs, weight, ring, slots, cursor, num_rows, first_token, rows_settled)
     return conv_window_ref(inputs, weight, ring, slots, cursor, num_rows, first_token)
 
 
-def check_ring(ring: torch.Tensor, weight: torch.Tensor, num_tokens: int) -> None:
-    """Raise ValueError where a ring is too short for `num_tokens` behind their history."""
+def check_ring(num_rows: int, weight: torch.Tensor, num_tokens: int) -> None:
+    """Raise ValueError where a ring of `num_rows` is too short for `num_tokens` behind their history."""
     needed = weight.shape[1] - 1 + num_tokens
-    if ring.shape[1] < needed:
+    if num_rows < needed:
         raise ValueError(
-            f"a ring of {ring.shape[1]} rows is too short: {num_tokens} tokens behind a history of "
+            f"a ring of {num_rows} rows is too short: {num_tokens} tokens behind a history of "
             f"{weight.shape[1] - 1} need {needed}; "
             "with fewer, a rejected token would overwrite history that rollback still reads"
         )

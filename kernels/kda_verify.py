@@ -211,7 +211,8 @@ def kda_verify(
             f"{tuple(out.shape)} with strides {out.stride()}: outputs would be written elsewhere"
         )
     if window is not None:
-        check_ring(window.ring, window.weight, 1 if rows.first_token is not None else max_tokens)
+        ring_size = window.ring.shape[1] + (window.spare is not None)
+        check_ring(ring_size, window.weight, 1 if rows.first_token is not None else max_tokens)
     if not runs_kernel(layer.checkpoint):
         return _into(out, kda_verify_ref(tokens, layer, rows, window), rows)
     held = 0 if not deferred else capacity - max_tokens if rows.max_held is None else rows.max_held

@@ -171,6 +171,31 @@ def test_the_public_call_takes_a_window_of_any_length(num_tokens, monkeypatch):
     assert torch.equal(expected.records.key[1], mixed.key[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("num_tokens", [3, 9], ids=["serial", "inside"])
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+def test_a_last_row_beside_the_ring_is_one_of_its_rows(num_tokens, kernels, monkeypatch):
+    for module in ("kda_verify", "conv_window"):
+        monkeypatch.setattr(f"dspark.kernels.{module}.runs_kernel", lambda x: kernels)
+    rows = ring([2, -1, 0], [num_tokens, 0, 1])
+    layer = random_layer(3, HEADS, 16, 16, num_tokens, dtype=torch.float32)
+    tokens = random_tokens(3, num_tokens, HEADS, 16, 16, dtype=torch.float32)
+    weight = random_window(rows, 16, 16, num_tokens + 3, dtype=torch.float32).weight
+    line = draw(3, num_tokens + 3, weight.shape[0], seed=91)
+    outcomes = []
+    for window in (
+        Window(weight, line.clone(), torch.full_like(rows.slots, 3)),
+        Window(weight, line[:, :-1].clone(), None, line[rows.slots.clamp_min(0), -1].clone()),
+    ):
+        mine = copied(layer)
+        out = kda_verify(tokens, mine, rows, deferred=False, window=window)
+        if window.spare is not None:
+            whole = torch.cat([window.ring, line[:, -1:]], 1)
+            whole[[2, 0], -1] = window.spare[[0, 2]]
+            window = dataclasses.replace(window, ring=whole)
+        outcomes.append(outcome(out, mine, window))
+    same(*outcomes)
+
+
 def test_a_ring_that_would_overwrite_its_history_is_refused():
     rows = ring([0], [9])
     layer = random_layer(1, HEADS, 16, 16, 9)
