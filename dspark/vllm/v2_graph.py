@@ -95,7 +95,7 @@ class SampleGraphs:
         self.recorder = Recorder(device, min(room, MAX_LOGITS_BYTES))
         self.recorded: dict[Kind, Recorded] = {}
         self.kept: dict[int, torch.Tensor] = {}
-        self.limit, self.records_tail = MAX_GRAPHS, self.tail is not None
+        self.limit = MAX_GRAPHS
 
     def sample(self, hidden_states: torch.Tensor, batch: Any) -> Sampled | None:
         """Contract of vLLM's method without a grammar; None if this step must take vLLM's way.
@@ -114,7 +114,7 @@ class SampleGraphs:
             self.slots[: kind.requests].copy_(batch.idx_mapping)
         self.parameters.update()
         if known is None:
-            drafting = self.tail.drafting(kind.requests) if self.tail is not None and self.records_tail else None
+            drafting = self.tail.drafting(kind.requests) if self.tail is not None else None
             # The step itself, one by one, which also compiles what the graph will hold.
             sampled = self.run(hidden_states, batch, drafting)
             self.record(kind, hidden_states, batch, drafting)
@@ -180,14 +180,17 @@ class SampleGraphs:
         return sampled
 
     def record(self, kind: Kind, hidden_states: torch.Tensor, batch: Any, drafting: Any) -> None:
-        """Capture the graph of this kind of step; if that fails, others are without a tail, and then there are none."""
+        """Capture the graph of this kind of step. If that fails, no other is attempted: torch goes on taking the pool
+        for one that is being recorded to, and lets no other capture use it."""
         try:
             replay, sampled = self.recorder.record(lambda: self.run(hidden_states, batch, drafting))
             self.recorded[kind] = Recorded(replay, sampled, drafting)
         except RuntimeError as error:
-            what = "sampling" if drafting is None else "what prepares the drafter's graph"
-            self.records_tail, self.limit = False, 0 if drafting is None else self.limit
-            logger.warning("dspark: %s could not be captured in a CUDA graph and is launched instead: %s", what, error)
+            self.limit = 0
+            cause = error.__context__ or error  # ending a broken capture fails too
+            logger.warning(
+                "dspark: what follows the target's CUDA graph could not be captured in one, and is launched: %s", cause
+            )
         self.kept |= {tensor.data_ptr(): tensor for tensor in truncation_buffers()}
 
 
@@ -305,9 +308,9 @@ class Recorder:
             # Other threads wait for copies meanwhile, which must not end the capture.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                room = torch.empty(self.room, dtype=torch.uint8, device=self.device)
                 outputs = body()
-                del room  # not before: what the first graph keeps, as cuBLAS does its workspace, lies beside it
+                # Free again at once; not before: what the first graph keeps, as cuBLAS does its workspace, lies beside.
+                torch.empty(self.room, dtype=torch.uint8, device=self.device)
             finally:
                 graph.capture_end()
         self.room = 0

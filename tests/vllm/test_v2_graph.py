@@ -261,8 +261,13 @@ def test_a_step_with_missing_drafts_takes_vllms_way(runner, sample):
 
 def test_sampling_goes_on_where_nothing_can_be_captured(runner, sample, monkeypatch):
     def fail(self, body):
-        raise RuntimeError("operation not permitted when stream is capturing")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
+    warnings: list[str] = []
+    monkeypatch.setattr(v2_graph.logger, "warning", lambda text, *args: warnings.append(text % args))
     generator = torch.Generator().manual_seed(4)
     check_step(runner, sample, make_step(runner, generator, [3], 1))
     monkeypatch.setattr(TapeRecorder, "record", fail)
@@ -271,6 +276,7 @@ def test_sampling_goes_on_where_nothing_can_be_captured(runner, sample, monkeypa
     graphs = runner._dspark_sample_graphs
     assert kinds(graphs) == [v2_graph.Kind(1)], "what is there goes on being replayed"
     assert graphs.limit == 0
+    assert [each.partition(": operation ")[2] for each in warnings] == ["not permitted when stream is capturing"]
 
 
 def test_what_waits_for_the_device_is_not_captured(runner):
