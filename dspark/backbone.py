@@ -239,6 +239,7 @@ class Backbone(nn.Module):
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask [..., S] bool as attention adds it to its scores, 0 or -inf; once, where it would be made in every layer.
+    Some targets' attention takes no other.
 
     Rows start at multiples of 8 entries: kernels of a GPU copy others once more.
     """

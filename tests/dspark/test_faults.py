@@ -9,11 +9,13 @@ import pytest
 import torch
 from checkpoints_util import deepspec, speculators, write_speculators
 from pairs import HIDDEN, LAYERS, counting_pair, drafter_config, tiny_drafter, tiny_target
+from transformers import XGLMConfig, XGLMForCausalLM
 
 from dspark import SamplingParams, generate, load_drafter
 from dspark.drafter import Drafter
 from dspark.evals.acceptance import measure_acceptance
 from dspark.sampling import SamplingTensors, Streams, rejection_sample, to_distribution
+from dspark.target import HFTarget
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
@@ -276,6 +278,22 @@ def test_q_is_the_distribution_after_the_markov_bias_bit_for_bit(anchor_first, k
     assert torch.equal(q if ids is None else q[..., ids], torch.stack(drawn_from, dim=1))
     assert torch.equal(q.gather(-1, draft.tokens[..., None])[..., 0], draft.proposal.prob())
     assert (draft.proposal.prob() > 0).all()
+
+
+def test_a_target_that_adds_masks_to_its_scores_itself_sees_no_later_token():
+    """XGLM's attention knows no boolean masks: it would take True for 1, and see everything."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4}
+    model = XGLMForCausalLM(XGLMConfig(vocab_size=16, pad_token_id=None, init_std=0.3, **sizes)).eval()
+    prompts, rest = [[1, 2, 3, 4, 5, 6, 7], [9, 8]], torch.tensor([[5, 6, 7], [1, 2, 3]])
+    target = HFTarget(model)
+    cache = target.new_cache(2)
+    target.prefill(cache, prompts)
+    logits = target.verify(cache, rest).logits
+    for row, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt + rest[row].tolist()])).logits[0, len(prompt) :]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_chain_of_more_drafts_than_rows_is_no_shorter_block():
