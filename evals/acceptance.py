@@ -158,18 +158,13 @@ def measure_acceptance(requests: Sequence[Sequence[StepRecord]], bootstrap: Boot
     table = judged_positions(requests)
     statistics = acceptance_statistics(requests, table)
     estimates = {name: bootstrap.estimates(statistic) for name, statistic in statistics.items()}
-    counts = _request_counts(requests).sum(0).astype(int).tolist()
-    num_steps, num_committed, num_offered, num_accepted = counts
+    totals = _request_counts(requests).sum(0).astype(int).tolist()
+    counts = dict(zip(("num_steps", "num_committed", "num_offered", "num_accepted"), totals, strict=True))
     return Acceptance(
-        label=MEASURED if num_offered else INCONCLUSIVE,
+        label=MEASURED if counts["num_offered"] else INCONCLUSIVE,
         num_requests=len(requests),
-        num_steps=num_steps,
-        num_committed=num_committed,
-        num_offered=num_offered,
-        num_accepted=num_accepted,
-        tokens_per_step=estimates["tokens_per_step"][0],
-        tokens_per_step_macro=estimates["tokens_per_step_macro"][0],
-        acceptance_rate=estimates["acceptance_rate"][0],
+        **counts,
+        **{name: estimates[name][0] for name in ("tokens_per_step", "tokens_per_step_macro", "acceptance_rate")},
         positions=_position_rates(table, estimates),
         accepted_histogram=tuple(_lengths(requests).sum(0).astype(int).tolist()),
         accepted_shares=tuple(estimates["accepted_shares"]),

@@ -59,16 +59,13 @@ class LoopBackend:
 
     def describe(self) -> dict[str, Any]:
         """See `Backend`; nothing is left out of its records."""
-        num_draft_tokens = 0
+        num_draft_tokens, schedule = 0, None
         if self.drafter is not None:
-            chosen = self.settings.num_draft_tokens
-            num_draft_tokens = self.drafter.config.max_draft_tokens if chosen is None else chosen
+            num_draft_tokens = self.settings.num_draft_tokens or self.drafter.config.max_draft_tokens
+            schedule = describe_schedule(self.settings.schedule)
         return {
             "backend": {"name": "dspark", "not_reported": []},
-            "options": {
-                "num_draft_tokens": num_draft_tokens,
-                "schedule": None if self.drafter is None else describe_schedule(self.settings.schedule),
-            },
+            "options": {"num_draft_tokens": num_draft_tokens, "schedule": schedule},
             "target": describe_target(self.target),
             "drafter": None if self.drafter is None else describe_drafter(self.drafter),
             "verification": VERIFICATION,

@@ -19,11 +19,14 @@ from dspark.evals.records import (
     SETTINGS_FILE,
     RequestRecord,
     differing_fields,
+    read_json,
     read_records,
 )
 from dspark.evals.rows import NOT_TIMED, MacroRow, ResultRow, Timing, make_macro_row, make_row
 from dspark.evals.settings import row_settings
 from dspark.evals.stats import Bootstrap, Estimate, divide
+
+NAME_A_RUN = "name a folder that dspark eval --out wrote"
 
 Cell = tuple[str, float]  # data set and temperature
 
@@ -72,17 +75,12 @@ def load_run(folder: Path, name: str) -> Run:
         ValueError: there is no run, it is not finished, an earlier version wrote it, or its files are damaged.
     """
     if not (folder / SETTINGS_FILE).is_file():
-        raise ValueError(
-            f"{folder} holds no run: it has no {SETTINGS_FILE}; name a folder that dspark eval --out wrote"
-        )
-    try:
-        description = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / SETTINGS_FILE} is damaged: no JSON ({error}); run dspark eval again") from error
+        raise ValueError(f"{folder} holds no run: it has no {SETTINGS_FILE}; {NAME_A_RUN}")
+    description = read_json(folder / SETTINGS_FILE, "Run dspark eval again")
     if not isinstance(description, dict) or not {"settings", "datasets", "target", "drafter"} <= description.keys():
         raise ValueError(
             f"{folder} holds no run of dspark eval: its {SETTINGS_FILE} lacks settings and datasets, as in the folders "
-            "of dspark quality --states; name a folder that dspark eval --out wrote"
+            f"of dspark quality --states; {NAME_A_RUN}"
         )
     if "confidence_temperatures" in (description["drafter"] or {}):
         raise ValueError(
@@ -122,7 +120,7 @@ def load_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         inner = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
         found += [folder] if (folder / SETTINGS_FILE).exists() or not inner else inner
         if inner and (folder / RESULTS_FILE).is_file():
-            results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+            results = read_json(folder / RESULTS_FILE, "Run dspark eval again")
             compared += results.get("comparison", {}).get("allowed", [])
     paths = [run.resolve() for run in found]
     short, longer = [path.name for path in paths], [f"{path.parent.name}/{path.name}" for path in paths]

@@ -35,7 +35,6 @@ class Dataset:
     """Prompts of one file. `sha256` is that of the whole file, also where a limit shortens `prompts`."""
 
     name: str
-    path: Path
     sha256: str
     prompts: tuple[Prompt, ...]
 
@@ -69,7 +68,7 @@ def load_dataset(name_or_path: str | Path, limit: int | None = None) -> Dataset:
             prompts.append(_parse(line, f"{path}:{number}", len(prompts)))
     if not prompts:
         raise ValueError(f"{path} holds no prompt; {EXPECTED_ROW}")
-    return Dataset(path.stem, path, hashlib.sha256(data).hexdigest(), tuple(prompts[:limit]))
+    return Dataset(path.stem, hashlib.sha256(data).hexdigest(), tuple(prompts[:limit]))
 
 
 def load_datasets(names: Sequence[str], limit: int | None = None) -> list[Dataset]:
@@ -108,19 +107,16 @@ def _parse(line: bytes, where: str, index: int) -> Prompt:
     if ("prompt" in row) == ("turns" in row):
         found = "both" if "prompt" in row else f"neither (fields: {', '.join(sorted(row)) or 'none'})"
         raise ValueError(f"{where}: one of the fields prompt and turns is needed, found {found}; {EXPECTED_ROW}")
-    text = row["prompt"] if "prompt" in row else _first_turn(row["turns"], where)
+    turns = row.get("turns", [row.get("prompt")])
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where}: turns must be a list with at least one string, got {turns!r}; {EXPECTED_ROW}")
+    text = turns[0]
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}: the prompt must be a string that is not blank, got {text!r}; {EXPECTED_ROW}")
     domain = row.get("domain")
     if domain is not None and not isinstance(domain, str):
         raise ValueError(f"{where}: domain must be a string, got {domain!r}")
     return Prompt(index, text, domain)
-
-
-def _first_turn(turns: Any, where: str) -> Any:
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{where}: turns must be a list with at least one string, got {turns!r}; {EXPECTED_ROW}")
-    return turns[0]
 
 
 @dataclass(frozen=True)

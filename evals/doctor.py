@@ -319,16 +319,13 @@ def check_weights(drafter: Drafter, target: HFTarget) -> tuple[list[str], list[s
         other = theirs.detach()[drafter.draft_ids()] if reduced else theirs.detach()[:rows]
         mine = own.weight if reduced else own.weight[:rows]
         if torch.equal(mine, other.to(mine)):
-            remarks.append(f"{name} is a copy of the target's: leaving it out would save {_megabytes(own.weight)}")
+            size = f"{own.weight.nbytes / 1e6:.0f} MB"
+            remarks.append(f"{name} is a copy of the target's: leaving it out would save {size}")
             continue
         alike = float(F.cosine_similarity(mine.float(), other.float(), dim=-1).mean())
         kind = "resembles" if alike >= ALIKE else "has little in common with"
         remarks.append(f"{name} is the checkpoint's own and {kind} the target's (mean cosine of the rows {alike:.2f})")
     return faults, remarks
-
-
-def _megabytes(weight: torch.Tensor) -> str:
-    return f"{weight.numel() * weight.element_size() / 1e6:.0f} MB"
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> str:

@@ -72,11 +72,8 @@ def draw_plots(folder: Path, comparison: Comparison) -> dict[str, list[str]]:
         files["tokens_per_step"] = [_save(_tokens_per_step(runs), folder / "tokens_per_step.png")]
         drafted = [run for run in runs if any(row.acceptance.positions for row in run.rows)]
         files["runs"] = [_save(_runs(drafted), folder / "runs.png")] if len(drafted) > 1 else []
-        for kind, draw in (
-            ("acceptance", _acceptance),
-            ("accepted_length", _accepted_length),
-            ("reliability", _reliability),
-        ):
+        each = {"acceptance": _acceptance, "accepted_length": _accepted_length, "reliability": _reliability}
+        for kind, draw in each.items():
             names = [f"{kind}.png" if len(runs) == 1 else f"{kind}-{_slug(run.name)}.png" for run in runs]
             drawn = [(name, draw(run)) for name, run in zip(names, runs, strict=True) if run in drafted]
             files[kind] = [_save(figure, folder / name) for name, figure in drawn if figure is not None]
@@ -187,7 +184,7 @@ def _where_reached(row: ResultRow, name: str) -> list[Estimate]:
 def _acceptance(run: Run) -> Any:
     def series(dataset: str, temperature: float) -> Series:
         row = _row(run, dataset, temperature)
-        if row is None or not row.acceptance.positions:
+        if row is None:
             return {}
         found = {
             "conditional": _where_reached(row, "conditional"),
@@ -224,7 +221,9 @@ def _tokens_per_step(runs: Sequence[Run]) -> Any:
     ticks = [*datasets, MEAN] if len(datasets) > 1 else datasets
 
     def tokens(run: Run, temperature: float) -> list[Estimate]:
-        return [_tokens(run, dataset, temperature) for dataset in ticks]
+        found = {(MEAN, mean.temperature): mean.tokens_per_step for mean in run.macro_rows}
+        found |= {(row.dataset, row.temperature): row.acceptance.tokens_per_step for row in run.rows}
+        return [found.get((dataset, temperature), Estimate(None)) for dataset in ticks]
 
     def draw(axes: Any, series: Series) -> None:
         _bars(axes, series, "{:.2f}")
@@ -239,14 +238,6 @@ def _tokens_per_step(runs: Sequence[Run]) -> Any:
         panels = [(f"temperature {t:g}", {run.name: tokens(run, t) for run in runs}) for t in temperatures]
     num_bars = max(len(series) for _, series in panels) * len(ticks)
     return _draw([panels], draw, "", "tokens per step", min(max(3.2, 0.55 * num_bars), 9.0))
-
-
-def _tokens(run: Run, dataset: str, temperature: float) -> Estimate:
-    row = _row(run, dataset, temperature)
-    if row is not None:
-        return row.acceptance.tokens_per_step
-    macro = [mean for mean in run.macro_rows if mean.temperature == temperature] if dataset == MEAN else []
-    return macro[0].tokens_per_step if macro else Estimate(None)
 
 
 def _reliability(run: Run) -> Any:

@@ -166,12 +166,8 @@ def _rows(
     """Score one drafter on one set of texts; a row for each K."""
     name, variant, drafter = named
     lengths = options.num_draft_tokens or (drafter.config.max_draft_tokens,)
-    rule = ScoringRule(
-        settings.sampling_params(texts.temperature, seed=0),
-        max(lengths),
-        settings.drafting,
-        settings.draft_truncation,
-    )
+    params = settings.sampling_params(texts.temperature, seed=0)
+    rule = ScoringRule(params, max(lengths), settings.drafting, settings.draft_truncation)
     started = time.perf_counter()
     num_anchors = sum(path.num_anchors for path in texts.paths)
     bar_name = f"{name} {texts.dataset.name} T={texts.temperature:g}"

@@ -164,7 +164,11 @@ class RecordStore:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._claim(folder / SETTINGS_FILE, description)
-        self._load(folder / RECORDS_FILE)
+        path = folder / RECORDS_FILE
+        self.records, num_bytes = read_records(path)
+        if path.exists() and num_bytes < path.stat().st_size:
+            with path.open("r+b") as file:
+                file.truncate(num_bytes)
 
     def add(self, record: RequestRecord) -> None:
         """Keep a finished request; on disk before this returns to the caller's loop."""
@@ -202,10 +206,7 @@ class RecordStore:
                 )
             write_json(path, description)
             return
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: no JSON ({error}). Choose another folder") from error
+        stored = read_json(path, "Choose another folder")
         differences = differing_fields(stored, json.loads(json.dumps(description)))
         if differences:
             listed = "; ".join(
@@ -216,12 +217,6 @@ class RecordStore:
                 f"{path.parent} holds a run with other settings, and mixing the two would give figures of neither: "
                 f"{listed}. Continue with the stored values{code}, or choose another folder"
             )
-
-    def _load(self, path: Path) -> None:
-        self.records, num_bytes = read_records(path)
-        if path.exists() and num_bytes < path.stat().st_size:
-            with path.open("r+b") as file:
-                file.truncate(num_bytes)
 
 
 def read_records(path: Path) -> tuple[dict[tuple[str, float, int], RequestRecord], int]:
@@ -247,6 +242,14 @@ def read_records(path: Path) -> tuple[dict[tuple[str, float, int], RequestRecord
             )
         records[record.key] = record
     return records, len(complete)
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """What a JSON file holds (ValueError with the remedy where it is damaged)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: no JSON ({error}). {remedy}") from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -54,12 +54,7 @@ class Requirement:
         figures: Any = quality if self.position is None else quality.positions[self.position - 1]
         if self.name in CALIBRATION_FIGURES:
             figures = quality.calibration
-        value: float | None = None if figures is None else getattr(getattr(figures, self.name), self.bound)
-        return value
-
-    def met_by(self, value: float) -> bool:
-        """Whether a value passes."""
-        return bool(OPERATORS[self.operator](value, self.threshold))
+        return None if figures is None else getattr(getattr(figures, self.name), self.bound)
 
 
 @dataclass(frozen=True)
@@ -127,10 +122,9 @@ def _judge(requirement: Requirement, rows: Sequence[QualityRow]) -> Outcome:
         line = f"FAILED {requirement.text}: not defined for {where} (no confidence head, or too few requests)"
         return Outcome(requirement.text, False, None, line)
     upward = requirement.operator in (">=", ">")
-    defined = [(value, row) for value, row in figures if value is not None]
-    value, row = (min if upward else max)(defined, key=lambda pair: pair[0])
-    failed = sum(not requirement.met_by(value) for value, _ in defined)
-    rest = f"{failed} of {len(defined)} rows fail" if failed else f"of {len(defined)} rows"
+    value, row = (min if upward else max)(figures, key=lambda pair: pair[0])
+    failed = sum(not OPERATORS[requirement.operator](value, requirement.threshold) for value, _ in figures)
+    rest = f"{failed} of {len(figures)} rows fail" if failed else f"of {len(figures)} rows"
     verdict = "FAILED" if failed else "ok"
     line = f"{verdict} {requirement.text}: {'lowest' if upward else 'highest'} {value:.4g}, {row.name} ({rest})"
     return Outcome(requirement.text, not failed, value, line)

@@ -138,7 +138,7 @@ def describe_target(target: HFTarget) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "config_sha256": config_sha256(target.config),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "device": _device_name(target.device),
+        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
     }
 
 
@@ -217,7 +217,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except FileNotFoundError:
         return None
     return result.stdout.strip() if result.returncode == 0 else None
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -50,10 +50,6 @@ class Bootstrap:
     """
 
     def __init__(self, num_requests: int, num_resamples: int = NUM_RESAMPLES, seed: int = SEED):
-        if num_requests < 0 or num_resamples < 1:
-            raise ValueError(
-                f"num_requests must be >= 0 and num_resamples >= 1, got {num_requests} and {num_resamples}"
-            )
         self.num_requests = num_requests
         self.weights = np.zeros((num_resamples, num_requests))
         if num_requests:
@@ -71,9 +67,6 @@ class Bootstrap:
             m estimates of sum(numerators) / sum(denominators). Resamples whose denominator is 0 do not define the
             ratio and are left out.
         """
-        for sums in (numerators, denominators):
-            if sums.ndim != 2 or len(sums) != self.num_requests:
-                raise ValueError(f"expected [{self.num_requests}, m] per-request sums, got shape {sums.shape}")
         return self.estimates(ratio_statistic(numerators, denominators))
 
     def estimates(self, statistic: Statistic) -> list[Estimate]:

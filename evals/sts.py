@@ -96,7 +96,12 @@ def fit_sts(requests: Sequence[Sequence[StepRecord]], num_positions: int | None 
     for k in range(depth):
         known = offered > k
         labels = accepted[known] > k
-        _check_labels(labels, k)
+        kept = int(labels.sum())
+        if min(kept, len(labels) - kept) < MIN_LABELS:
+            raise ValueError(
+                f"draft {k + 1} was verified in {len(labels)} steps, with {kept} accepted prefixes and "
+                f"{len(labels) - kept} rejected ones: a fit needs {MIN_LABELS} of each. Run more requests"
+            )
         fitted.append(_fit_position(logits[known, k], log_survival[known], labels))
         log_survival[known] += _log_sigmoid(logits[known, k] / fitted[-1][0] + fitted[-1][1])
     return Scaling(*(tuple(values) for values in zip(*fitted, strict=True)))
@@ -160,15 +165,6 @@ def _events(requests: Sequence[Sequence[StepRecord]]) -> tuple[np.ndarray, np.nd
     return logits, accepted, offered
 
 
-def _check_labels(labels: np.ndarray, k: int) -> None:
-    kept = int(labels.sum())
-    if min(kept, len(labels) - kept) < MIN_LABELS:
-        raise ValueError(
-            f"draft {k + 1} was verified in {len(labels)} steps, with {kept} accepted prefixes and "
-            f"{len(labels) - kept} rejected ones: a fit needs {MIN_LABELS} of each. Run more requests"
-        )
-
-
 def _fit_position(logits: np.ndarray, log_survival: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Temperature and offset of one position, by Fisher scoring in log T and b.
 
@@ -177,7 +173,7 @@ def _fit_position(logits: np.ndarray, log_survival: np.ndarray, labels: np.ndarr
         log_survival: [S], log of the survival up to the position before.
         labels: [S] bool, whether the prefix up to this position was accepted.
     """
-    low, high = np.log(TEMPERATURE_RANGE)
+    ends = np.stack([np.log(TEMPERATURE_RANGE), (-np.inf, np.inf)], axis=1)
 
     def loss(point: np.ndarray) -> float:
         log_s = _log_survival(logits, log_survival, point)
@@ -193,9 +189,9 @@ def _fit_position(logits: np.ndarray, log_survival: np.ndarray, labels: np.ndarr
         gradient = point / PRIOR_DEVIATIONS**2 - columns @ np.where(labels, 1.0, -odds)
         information = np.diag(1 / PRIOR_DEVIATIONS**2) + (columns * odds) @ columns.T
         step, best = -np.linalg.solve(information, gradient), loss(point)
-        while loss(_within(point + step, low, high)) > best and abs(step).max() > SMALL_STEP:
+        while loss(np.clip(point + step, *ends)) > best and abs(step).max() > SMALL_STEP:
             step /= 2
-        point = _within(point + step, low, high)
+        point = np.clip(point + step, *ends)
         if abs(step).max() <= SMALL_STEP:
             break
     return float(np.exp(point[0])), float(point[1])
@@ -204,10 +200,6 @@ def _fit_position(logits: np.ndarray, log_survival: np.ndarray, labels: np.ndarr
 def _log_survival(logits: np.ndarray, before: np.ndarray, point: np.ndarray) -> np.ndarray:
     """[S] log of the survival with this position, of which `point` holds log T and b."""
     return np.minimum(before + _log_sigmoid(logits * np.exp(-point[0]) + point[1]), MAX_LOG_SURVIVAL)
-
-
-def _within(point: np.ndarray, low: float, high: float) -> np.ndarray:
-    return np.array([np.clip(point[0], low, high), point[1]])
 
 
 def _rescaled(step: StepRecord, factors: np.ndarray, offsets: np.ndarray) -> StepRecord:

@@ -61,7 +61,8 @@ def fit_calibration(
     description = runs[0].description
     _check_drafter(description, drafter_path)
     cells = {(run.name, *cell): records for run in runs for cell, records in run.cells.items()}
-    chosen = {key: records for key, records in cells.items() if _is_chosen(key[2], sampling_temperatures)}
+    sampled = {temperature for *_, temperature in cells if temperature > 0}
+    chosen = {key: records for key, records in cells.items() if key[2] in (sampling_temperatures or sampled)}
     absent = [t for t in sampling_temperatures or () if not any(temperature == t for *_, temperature in chosen)]
     if absent or not chosen:
         wanted = " or ".join(f"{t:g}" for t in absent) or "above 0"
@@ -114,10 +115,6 @@ def measure_scaling(run: Run, scaling: Scaling, half: int | None = None) -> list
     ]
 
 
-def _is_chosen(temperature: float, wanted: Sequence[float] | None) -> bool:
-    return temperature > 0 if wanted is None else temperature in wanted
-
-
 def _raw_steps(records: Sequence[RequestRecord], description: dict[str, Any]) -> list[list[StepRecord]]:
     """Steps with the head's own confidences, whatever calibration was applied in the run."""
     steps = [list(record.steps) for record in records]
@@ -166,11 +163,8 @@ def _describe_fit(
     description = runs[0].description
     names = {dataset for _, dataset, _ in chosen}
     datasets = {d["name"]: d for run in runs for d in run.description["datasets"] if d["name"] in names}
-    settings = {
-        key: value
-        for key, value in description["settings"].items()
-        if key not in ("temperatures", "target_name", "drafter_name", "batch_size", "limit")
-    }
+    dropped = ("temperatures", "target_name", "drafter_name", "batch_size", "limit")
+    settings = {key: value for key, value in description["settings"].items() if key not in dropped}
     kept = ("prompt_format", "verification", "target", "versions", "commit", "code")
     return {
         "requests": "prompts with an even index",

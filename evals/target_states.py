@@ -118,8 +118,7 @@ class StateStore:
 
     def _read(self, key: str) -> torch.Tensor:
         with _open_shard(self._shard_of[key]) as file:
-            tensor: torch.Tensor = file.get_tensor(key)
-            return tensor
+            return file.get_tensor(key)
 
 
 @contextmanager

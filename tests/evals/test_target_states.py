@@ -112,7 +112,7 @@ def test_what_is_there_is_not_computed_again(target, dataset, tmp_path, monkeypa
 
 
 def test_other_taps_and_more_prompts_are_added(target, dataset, tmp_path):
-    first = load_dataset(dataset.path, limit=2)
+    first = load_dataset(tmp_path / "small.jsonl", limit=2)
     store, paths = open_store(target, first, tmp_path / "s")
     compute_states(target, store, paths, [1], progress=False)
     before = store.load([0], [HIDDEN])[0][0]
@@ -153,9 +153,9 @@ def test_another_target_temperature_or_data_set_is_refused_by_name(target, datas
         open_store(HFTarget(tiny_model(), tiny_tokenizer()), dataset, tmp_path / "s")
     with pytest.raises(ValueError, match=r"sampling\.temperature: stored 1\.0, now 0\.5"):
         open_store(target, dataset, tmp_path / "s", temperature=0.5)
-    dataset.path.write_text('{"prompt": "something else"}\n')
+    (tmp_path / "small.jsonl").write_text('{"prompt": "something else"}\n')
     with pytest.raises(ValueError, match=r"dataset\.sha256: stored"):
-        open_store(target, load_dataset(dataset.path), tmp_path / "s")
+        open_store(target, load_dataset(tmp_path / "small.jsonl"), tmp_path / "s")
 
 
 def test_a_changed_tokenizer_is_noticed(target, dataset, tmp_path):
