@@ -194,7 +194,7 @@ def widened(logits: torch.Tensor) -> torch.Tensor:
 
 class Softening:
     """`to_distribution` for one batch, vocabulary and dtype, any number of times. Whatever the host has to know of the
-    parameters is decided here, once, and logits are not looked at before `check`.
+    parameters is decided here, once, and but for top-p it reads nothing of logits before `check`.
     """
 
     def __init__(
