@@ -303,3 +303,12 @@ def test_bad_inputs_are_named(draft, shape, num_offered, message):
             torch.tensor([0]),
             offered,
         )
+
+
+def test_a_draft_that_is_not_offered_may_be_no_token_of_the_target():
+    """A schedule cuts drafts off, whatever they are; a dense q has no column for such a one."""
+    proposal, p, request, where = random_case(2, 3, 6)
+    offered = torch.tensor([1, 2])
+    unmapped = DenseProposal(proposal.tokens.masked_fill(torch.arange(3) >= offered[:, None], 9), proposal.probs)
+    expected = rejection_sample(proposal, p, request, where, offered)
+    assert torch.equal(rejection_sample(unmapped, p, request, where, offered).tokens, expected.tokens)
