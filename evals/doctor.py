@@ -136,46 +136,44 @@ def diagnose(
         report: called with lines of progress.
     """
     with TemporaryDirectory() as scratch:
-        return _diagnose(drafter, target, raw, _Search(Path(scratch), target, drafter, prompts, settings, report))
-
-
-def _diagnose(drafter: Drafter, target: HFTarget, raw: Mapping[str, Any], search: "_Search") -> Diagnosis:
-    faults, remarks = check_weights(drafter, target)
-    declared = search.score(drafter)
-    if np.isnan(declared).any():
-        return Diagnosis((*faults, "the drafter's logits are not finite on ordinary text: its weights are damaged"))
-    kept, kept_scores, found = drafter, declared, []
-    while True:
-        search.report(f"readings beside {'the declared one' if not found else found[-1].value}")
-        candidates = list(alternatives(kept, target, raw))
-        scored = search.compare(kept_scores, candidates)
-        best = max(scored, key=lambda pair: pair[1].mean(), default=None)
-        if best is None or len(found) == MAX_FAULTS or not search.is_better(best[1], kept_scores):
-            break
-        found.append(best[0])
-        kept, kept_scores = best[0].drafter, best[1]
-    findings = search.findings(kept_scores, scored, found, declared)
-    better = [f"{reading.topic}: {reading.value} drafts better; {reading.remedy}" for reading in found]
-    _, overlap = search.overlaps(kept, search.max_anchors)
-    acceptance = overlap.mean(0)
-    if search.knows_nothing(kept_scores):
-        faults.append(
-            f"under no reading does it draft better than the mere frequency of tokens ({acceptance[0]:.0%} of first "
-            "drafts accepted): it was trained for another target, revision or tokenizer, or its weights are damaged"
+        search = _Search(Path(scratch), target, drafter, prompts, settings, report)
+        faults, remarks = check_weights(drafter, target)
+        declared = search.score(drafter)
+        if np.isnan(declared).any():
+            return Diagnosis((*faults, "the drafter's logits are not finite on ordinary text: its weights are damaged"))
+        kept, kept_scores, found = drafter, declared, []
+        while True:
+            search.report(f"readings beside {'the declared one' if not found else found[-1].value}")
+            candidates = list(alternatives(kept, target, raw))
+            scored = search.compare(kept_scores, candidates)
+            best = max(scored, key=lambda pair: pair[1].mean(), default=None)
+            if best is None or len(found) == MAX_FAULTS or not search.is_better(best[1], kept_scores):
+                break
+            found.append(best[0])
+            kept, kept_scores = best[0].drafter, best[1]
+        findings = search.findings(kept_scores, scored, found, declared)
+        better = [f"{reading.topic}: {reading.value} drafts better; {reading.remedy}" for reading in found]
+        _, overlap = search.overlaps(kept, search.max_anchors)
+        acceptance = overlap.mean(0)
+        if search.knows_nothing(kept_scores):
+            faults.append(
+                f"under no reading does it draft better than the mere frequency of tokens ({acceptance[0]:.0%} of "
+                "first drafts accepted): it was trained for another target, revision or tokenizer, or its weights are "
+                "damaged"
+            )
+            remarks += [f"less bad all the same: {line}" for line in better]
+        else:
+            faults += better
+        return Diagnosis(
+            faults=tuple(faults),
+            remarks=tuple(remarks),
+            findings=tuple(findings),
+            score=search.bootstrap.mean(declared),
+            best_score=search.bootstrap.mean(kept_scores),
+            acceptance=tuple(float(value) for value in acceptance),
+            num_anchors=len(overlap),
+            num_readings=search.num_readings,
         )
-        remarks += [f"less bad all the same: {line}" for line in better]
-    else:
-        faults += better
-    return Diagnosis(
-        faults=tuple(faults),
-        remarks=tuple(remarks),
-        findings=tuple(findings),
-        score=search.bootstrap.mean(declared),
-        best_score=search.bootstrap.mean(kept_scores),
-        acceptance=tuple(float(value) for value in acceptance),
-        num_anchors=len(overlap),
-        num_readings=search.num_readings,
-    )
 
 
 class _Search:

@@ -14,7 +14,7 @@ the work. Two commands that run it:
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -139,19 +139,14 @@ def score_drafters(
             compute_states(target, texts.store, texts.paths, sorted(tap_ids), progress)
         models = {"target": describe_target(target), "versions": library_versions(), "commit": source_commit()}
         rows = []
-        for texts in sets:
-            for name, drafter in drafters.items():
-                shared = models | {"drafter": describe_drafter(drafter), "drafter_name": name}
-                for variant, scored in _variants(drafter, options.ablate):
-                    rows += _rows(target, (name, variant, scored), texts, settings, options, shared, progress)
+        for texts, (name, drafter) in product(sets, drafters.items()):
+            shared = models | {"drafter": describe_drafter(drafter), "drafter_name": name}
+            variants = {"": drafter}
+            if "markov" in options.ablate and drafter.markov_head is not None:
+                variants[ABLATIONS["markov"]] = without_markov(drafter)
+            for variant, scored in variants.items():
+                rows += _rows(target, (name, variant, scored), texts, settings, options, shared, progress)
     return rows
-
-
-def _variants(drafter: Drafter, ablate: Sequence[str]) -> Iterator[tuple[str, Drafter]]:
-    """The drafter, and then what is left of it without each named part that it has."""
-    yield "", drafter
-    if "markov" in ablate and drafter.markov_head is not None:
-        yield ABLATIONS["markov"], without_markov(drafter)
 
 
 def _rows(
