@@ -29,16 +29,15 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 from vllm.v1.worker.gpu.model_states.interface import ModelState
-
-from dspark.vllm.patches import V2_RELEASES
-
-if version("vllm").split("+")[0] not in V2_RELEASES:
-    pytest.skip("on the releases whose V2 runner the plug-in knows", allow_module_level=True)
 from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from dspark.vllm import v2_graph, v2_tail
+from dspark.vllm.patches import V2_RELEASES
 
+pytestmark = pytest.mark.skipif(
+    version("vllm").split("+")[0] not in V2_RELEASES, reason="on the releases whose V2 runner the plug-in knows"
+)
 QUERIES, LAYERS, AUX = K, 2, 6
 FIELDS = [
     "num_computed_tokens.gpu", "last_sampled_tokens", "all_token_ids.gpu", "total_len.gpu", "draft_tokens",
