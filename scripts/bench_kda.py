@@ -49,9 +49,7 @@ def tiles(name: str, module: ModuleType, attributes: tuple[str, ...], shapes: st
 VARIANTS = (
     tiles("chunk", kda_chunk, ("TILE", "SPREAD_TILE"), "128x128x8x128 128x64x4x128 128x64x4x168 64x64x4x168")
     | tiles("conv", conv_module, ("TILE", "SPREAD_TILE"), "512x4 256x4 128x4")
-    | {
-        "step-no-overlap": [(launch_module, "OVERLAP", 0)],
-    }
+    | {"step-no-overlap": [(launch_module, "OVERLAP", 0)]}
 )
 
 
@@ -183,8 +181,7 @@ def run_ours(args: argparse.Namespace, bandwidth: float, report: Report, late: C
             if changes:
                 concerned = CONCERNED[name.split("-")[0]]
                 only = concerned & only or concerned
-            deferred = shape.capacity > 2 * shape.tokens
-            if (only == {"commit"} and shape.ring) or (name == "step-fold-inside" and not deferred):
+            if only == {"commit"} and shape.ring:
                 continue
             with patched(changes):
                 try:

@@ -150,13 +150,15 @@ def serve(args: argparse.Namespace) -> None:
 
 def differences(left: Texts, right: Texts) -> list[tuple[dict[str, Any], str]]:
     """Requests whose texts part, and where, in words; without a text on either side there is nothing to compare."""
+    from side_by_side import first_difference
+
     found = []
     for number, batch in enumerate(rounds()):
         for i, request in enumerate(batch):
             ours, theirs = left[number][i], right[number][i]
             if ours is not None and theirs is not None and ours != theirs:
-                pairs = enumerate(zip(ours, theirs, strict=False))
-                place = next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+                place = first_difference(ours, theirs)
+                place = min(len(ours), len(theirs)) if place is None else place
                 where = f"round {number}, request {i + 1} of {len(batch)}, {request['params']}: from token {place} on"
                 found.append((request, where))
     return found

@@ -5,6 +5,8 @@ import math
 import statistics
 from pathlib import Path
 
+from side_by_side import first_difference
+
 WINDOW_DRAFTS = 8
 LENGTHS = range(180, 260, 10)
 MAX_TOKENS = range(150, 70, -10)  # one for each prompt
@@ -35,12 +37,6 @@ def mean_accepted(parts: dict, part: str) -> tuple[float, float]:
 def flat(rows: list[list[float]]) -> list[float]:
     """One list of several."""
     return [x for row in rows for x in row]
-
-
-def first_difference(a: list[list[int]], b: list[list[int]]) -> list[int | None]:
-    """For each text the place of the first token that differs."""
-    pairs = [list(zip(s, t, strict=False)) for s, t in zip(a, b, strict=True)]
-    return [next((i for i, (x, y) in enumerate(pair) if x != y), None) for pair in pairs]
 
 
 class GateCheck:
@@ -150,7 +146,7 @@ def check_texts(report: GateCheck, name: str) -> None:
         figure = f"largest gap {max(gaps):.3f}, mean {statistics.mean(gaps):.5f}, best token in {best:.2%}"
         if part == "greedy":
             texts = (report.engines[x]["parts"][part]["tokens"] for x in (name, "plain"))
-            figure += f", first difference at {first_difference(*texts)}"
+            figure += f", first difference at {[first_difference(a, b) for a, b in zip(*texts, strict=True)]}"
         if name in REPORTED_ONLY:
             report.note(f"{name}: {part} tokens under plain decoding", figure)
             continue

@@ -140,6 +140,11 @@ def generate(llm: Any, prompts: Sequence[list[int]], temperature: float, max_tok
     return [list(output.outputs[0].token_ids) for output in outputs], 1 + accepted / steps if steps else 1.0
 
 
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The place of the first token that differs in what two texts share; None if one begins with the other."""
+    return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), None)
+
+
 def counters(llm: Any) -> dict[str, float]:
     """vLLM's speculation counters; 0 where it does not speculate."""
     values = dict.fromkeys(COUNTERS, 0.0)
