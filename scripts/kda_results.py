@@ -93,6 +93,7 @@ SCHEMES = {
     "vLLM RecoverSSM": ("vllm.conv", "vllm.verify", "vllm.commit"),
     "SGLang snapshots, fused": ("sgl.fused.snapshot", "sgl.commit.scatter"),
     "SGLang fold, vLLM's convolution": ("vllm.conv", "sgl.ring", "sgl.commit.fold"),
+    "fla snapshots, vLLM's convolution": ("vllm.conv", "fla.snapshot"),
     "prototype, commit": ("vllm.conv", "proto.verify2", "proto.commit"),
     "prototype, fold at start": ("vllm.conv", "proto.verify2.fold"),
 }
