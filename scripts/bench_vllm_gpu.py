@@ -77,7 +77,7 @@ def serve_commands(args: argparse.Namespace) -> None:
 
     speculative = speculative_config(args)
     options: dict[str, Any] = {}
-    ours = {"ours-fp8": {"w2": "fp8"}, "ours-launched": {"sampling_graph": "off"}}.get(args.mode.partition("@")[0])
+    ours = {"ours-fp8": {"w2": "fp8"}, "ours-launched": {"sampling_graph": False}}.get(args.mode.partition("@")[0])
     if ours is not None:
         options["additional_config"] = {"dspark": ours}
     if args.mode.startswith("stock-wide"):

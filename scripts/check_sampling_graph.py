@@ -125,7 +125,7 @@ def serve(args: argparse.Namespace) -> None:
             "draft_sample_method": "probabilistic",
             "rejection_sample_method": "standard",
         },
-        additional_config={"dspark": {"sampling_graph": "all" if args.engine == "graph" else "off"}},
+        additional_config={"dspark": {"sampling_graph": args.engine == "graph"}},
         **ENGINE_OPTIONS,
     )
     texts, alone, again = [], [], []

@@ -34,7 +34,7 @@ NUM_DRAFTS, NUM_TOKENS = 5, 64
 VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"speculative_config": {"dspark_draft_topk": 16}},
     "fp8": {"additional_config": {"dspark": {"w2": "fp8"}}},
-    "launched": {"additional_config": {"dspark": {"sampling_graph": "off"}}},
+    "launched": {"additional_config": {"dspark": {"sampling_graph": False}}},
 }
 LAW_REQUESTS, LAW_TOKENS, LAW_PROMPT = 2000, 4, [7, 11, 13, 17]
 FEW = 40  # tokens seen less often in both samples together are counted as one

@@ -126,7 +126,7 @@ class Verification(RejectionSampler):
         self._verifier = Verifier(self._speculator.store, sampler, self.num_speculative_steps)
         options = self._speculator.plan.options
         # Comparing ranks waits for the device.
-        self.graphs = "off" if options.check_ranks else options.sampling_graph
+        self.in_graphs = options.sampling_graph and not options.check_ranks
         # A request's plain steps read the same numbers as the last row of its speculative ones; which of them a token
         # comes from depends on the batch around it.
         sampler._sample_random = self._verifier.sample_plain

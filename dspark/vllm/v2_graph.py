@@ -91,7 +91,7 @@ class SampleGraphs:
         self.decided: tuple[list[bytes], Kind | None] = [], None
         self.tail = Tail(runner) if can_have_tail(runner) else None
         largest = min(most, len(runner.cudagraph_manager.hidden_states) // self.width)
-        room = self.logits_bytes(largest, processed=runner.rejection_sampler.graphs == "all")
+        room = self.logits_bytes(largest, processed=True)
         self.recorder = Recorder(device, min(room, MAX_LOGITS_BYTES))
         self.recorded: dict[Kind, Recorded] = {}
         self.kept: dict[int, torch.Tensor] = {}
@@ -139,12 +139,12 @@ class SampleGraphs:
             and batch.num_draft_tokens == rows - count
         )
         kind = self.stages(batch.idx_mapping_np) if full else None
-        if kind is None or self.logits_bytes(count, kind.processed) > MAX_LOGITS_BYTES:
+        if kind is None or self.logits_bytes(count, processed=kind.processed) > MAX_LOGITS_BYTES:
             return None
         inputs = batch.input_ids, batch.positions, batch.seq_lens, batch.query_start_loc
         return kind._replace(buffers=tuple(each.data_ptr() for each in inputs))
 
-    def logits_bytes(self, requests: int, processed: bool) -> int:
+    def logits_bytes(self, requests: int, *, processed: bool) -> int:
         """Memory for a step's logits, in 32 bits whatever their type, and for the copy in which they are changed."""
         return requests * self.width * self.runner.vocab_size * (8 if processed else 4)
 
@@ -154,8 +154,6 @@ class SampleGraphs:
         now = [slots.tobytes(), *(each.tobytes() for each in self.deciding)]
         if known != now:
             kind = choose_stages(self.runner.sampler, slots)
-            if kind is not None and kind.processed and self.runner.rejection_sampler.graphs != "all":
-                kind = None
             self.decided = now, kind
         return kind
 
@@ -338,7 +336,7 @@ def can_use_graphs(runner: Any) -> bool:
     and nothing is put out beside tokens: counts of NaN, sampling masks, routed experts."""
     sampler = runner.sampler
     return (
-        getattr(runner.rejection_sampler, "graphs", "off") != "off"
+        getattr(runner.rejection_sampler, "in_graphs", False)
         and getattr(runner.cudagraph_manager, "hidden_states", None) is not None
         and runner.parallel_config.world_size == 1
         and runner.batch_sharder is None

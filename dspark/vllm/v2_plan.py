@@ -14,9 +14,8 @@ is given back. Our own options stand in vLLM's `additional_config`, under "dspar
     chain         "kernels", "reference" (their definition in PyTorch, slow and without CUDA graphs), or "vllm" (vLLM's
                   own loop)
     verification  "kernels", or "vllm"
-    sampling_graph  "plain": what stands between the target's pass and the drafter's is one CUDA graph (`v2_graph`) in
-                  steps at temperatures 0 and 1 without truncation; "all": at any temperature, with top-k and top-p too
-                  (engines have run so on an H200, their texts have not been compared); "off": it is launched
+    sampling_graph  true: what stands between the target's pass and the drafter's is one CUDA graph (`v2_graph`) where a
+                  step allows it; false: it is launched
     check_ranks   true: after every step all tensor-parallel ranks compare their drafts and emitted tokens
 
 What vLLM's own loop must do (watermarks, float64 noise, the acceptance estimator) it does, where it computes the
@@ -49,7 +48,6 @@ SECTION = "dspark"
 W2 = Literal["checkpoint", "fp8"]
 Chain = Literal["kernels", "reference", "vllm"]
 Verifier = Literal["kernels", "vllm"]
-Graphs = Literal["plain", "all", "off"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Options:
     w2: W2 = "checkpoint"
     chain: Chain = "kernels"
     verification: Verifier = "kernels"
-    sampling_graph: Graphs = "plain"
+    sampling_graph: bool = True
     check_ranks: bool = False
 
     @classmethod
@@ -77,14 +75,15 @@ class Options:
         where = f'additional_config["{SECTION}"]'
         if not isinstance(section, Mapping) or set(section) - set(known):
             raise ValueError(f"{where}={section!r}: expected a mapping with some of {', '.join(known)}")
-        choices = {"w2": W2, "chain": Chain, "verification": Verifier, "sampling_graph": Graphs}
+        choices = {"w2": W2, "chain": Chain, "verification": Verifier}
         for name, kind in choices.items():
             if name in section and section[name] not in get_args(kind):
                 raise ValueError(
                     f"{where}: {name}={section[name]!r}; expected {' or '.join(map(repr, get_args(kind)))}"
                 )
-        if not isinstance(section.get("check_ranks", False), bool):
-            raise ValueError(f"{where}: check_ranks={section['check_ranks']!r}; expected true or false")
+        for name in ("sampling_graph", "check_ranks"):
+            if not isinstance(section.get(name, False), bool):
+                raise ValueError(f"{where}: {name}={section[name]!r}; expected true or false")
         return cls(**section)
 
 

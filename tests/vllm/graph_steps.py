@@ -122,7 +122,7 @@ def make_runner(patch, processors=()):
         vocab_size=VOCAB,
         device=device,
         head=torch.randint(-2, 3, (HIDDEN, VOCAB), generator=generator).float(),
-        rejection_sampler=SimpleNamespace(graphs="all"),
+        rejection_sampler=SimpleNamespace(in_graphs=True),
         cudagraph_manager=SimpleNamespace(hidden_states=torch.zeros(TOKENS, HIDDEN)),
         parallel_config=SimpleNamespace(world_size=1),
         batch_sharder=None,

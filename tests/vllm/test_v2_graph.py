@@ -203,18 +203,6 @@ def test_requests_for_more_take_vllms_way(runner, monkeypatch, params):
     assert found[1]._replace(buffers=()) == v2_graph.Kind(2)
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.5}])
-def test_plain_graphs_leave_changed_logits_to_vllm(runner, params):
-    runner.rejection_sampler.graphs = "plain"
-    admit(runner, 1, temperature=0.0)
-    admit(runner, 3, temperature=1.0)
-    admit(runner, 5, **params)
-    graphs, found = v2_graph.SampleGraphs(runner, vllms_sample), []
-    for slots in ([1, 3], [5, 1], [3, 1]):
-        found.append(graphs.kind(*make_step(runner, torch.Generator().manual_seed(1), slots, 2)))
-    assert [kind is None for kind in found] == [False, True, False]
-
-
 def test_a_request_that_changes_its_mind_about_anything_is_seen(runner):
     """What is remembered of a batch is forgotten with each of the numbers that it depends on."""
     step = make_step(runner, torch.Generator().manual_seed(1), [5, 1], 2)
@@ -355,10 +343,8 @@ def test_graphs_of_growing_batches_share_their_memory(monkeypatch, room, taken):
     assert pool.taken == taken
 
 
-@pytest.mark.parametrize(("graphs", "bytes_each"), [("plain", 4), ("all", 8)])
-def test_room_for_the_largest_step(runner, monkeypatch, graphs, bytes_each):
-    runner.rejection_sampler.graphs = graphs
-    whole = MOST * WIDTH * VOCAB * bytes_each
+def test_room_for_the_largest_step(runner, monkeypatch):
+    whole = MOST * WIDTH * VOCAB * 8
     assert v2_graph.SampleGraphs(runner, vllms_sample).recorder.room == whole
     monkeypatch.setattr(v2_graph, "MAX_LOGITS_BYTES", whole - 1)
     assert v2_graph.SampleGraphs(runner, vllms_sample).recorder.room == whole - 1, "larger steps have no graph"

@@ -133,7 +133,7 @@ def test_refusals(changes, words):
         ({"w3": 1}, "expected a mapping with some of w2, chain, verification, sampling_graph, check_ranks"),
         ({"w2": "int4"}, "w2='int4'; expected 'checkpoint' or 'fp8'"),
         ({"check_ranks": "yes"}, "check_ranks='yes'; expected true or false"),
-        ({"sampling_graph": True}, "sampling_graph=True; expected 'plain' or 'all' or 'off'"),
+        ({"sampling_graph": "all"}, "sampling_graph='all'; expected true or false"),
         ("fp8", "expected a mapping"),
     ],
 )
