@@ -5,15 +5,19 @@ pass and the drafter's, profiled at start-up. A step also samples, verifies, and
 most of it is host time, in which rows are free, and every draft that is trimmed is a loss. And choosing costs the host
 a tenth of such a step, whatever is chosen.
 
-Here steps are timed while they run, apart for those that verify everything and those that trim. What the profile lacks
-is added to it, for each kind its own; trimming has to beat verifying everything by these prices. Where it does not, one
-step in `LOOK_AFTER` looks whether that has changed, and the others do nothing for it. The kind that loses is run for
-`TRIAL` steps in `RETRY_AFTER`, so that its time is known. Which drafts a budget buys stays vLLM's ranking.
+Here steps are timed while they run, apart for those that verify everything and those that trim, and by load, numbers of
+requests within a fifth of one another. What the profile lacks is added to it, for each kind its own; trimming has to
+beat verifying everything by these prices. Where it does not, one step in `LOOK_AFTER` looks whether that has changed,
+and the others do nothing for it. The kind that loses is run for `TRIAL` steps in `RETRY_AFTER`, so that its time is
+known; at a load where it never ran it is taken for what it was at the nearest one, since a batch that fills and empties
+passes through many loads, and a trial of each would cost more than is to be won. Which drafts a budget buys stays
+vLLM's ranking.
 
 Lengths never depend on the drafts they cut: budgets come from earlier steps, the ranking from survivals
 (`dspark.schedule`).
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,9 +32,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from dspark.vllm.v2_plan import is_ours
 
 TIMED_STEPS = 15  # the median of so many follows the load and forgets a pause
-TRIAL, RETRY_AFTER, LOOK_AFTER = 4, 128, 16
+TRIAL, RETRY_AFTER, LOOK_AFTER = 4, 512, 16
 # Confidences reach the host a step late: what a look reads was recorded in the two steps before it. A look because the
-# batch has changed reads older ones of the requests that stay, and may trim worse for a step.
+# load has changed reads older ones of the requests that stay, and may trim worse for a step.
 RECORDED_BEFORE = 2
 
 
@@ -40,12 +44,11 @@ class WholeSteps:
     def __init__(self, manager: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         """Args: vLLM's manager; seconds."""
         self.manager, self.clock = manager, clock
-        self._missing: dict[bool, deque[float]] = {kind: deque(maxlen=TIMED_STEPS) for kind in (True, False)}
-        self._idle = {True: 0, False: 0}  # steps since the kind ran; True: everything is verified
-        self._timed_at = 0  # requests of the steps that were timed
-        self._shape = (0, 0, 0)
+        self._missing: dict[bool, dict[int, deque[float]]] = {True: {}, False: {}}  # by load; True: all is verified
+        self._idle = {True: 0, False: RETRY_AFTER}  # steps since the kind ran
+        self._load = -1
         self._began, self._priced, self._all, self._run = 0.0, 0.0, True, 0
-        self._until_look = 0
+        self._until_look, self._trials = 0, 0
         self._row_starts = np.zeros(1, np.int32)
 
     def __getattr__(self, name: str) -> Any:
@@ -55,23 +58,21 @@ class WholeSteps:
         """Contract of vLLM's method: tokens of the step once drafts are trimmed. Called once a step."""
         requests, total = len(num_tokens_per_req), sum(num_tokens_per_req.values())
         drafts = sum(map(len, draft_tokens.values()))
-        shape = requests, total, drafts
         now = self.clock()
-        times = self._missing[self._all]
-        if self._run > 1 or (self._run and not times):  # the first of a run may still wait for one of the other kind
+        known = self._missing[self._all]
+        if self._run > 1 or (self._run and self._load not in known):  # the first may still wait for the other kind's
+            times = known.setdefault(self._load, deque(maxlen=TIMED_STEPS))
             times.append(1e3 * (now - self._began) - self._priced)
-        if abs(requests - self._timed_at) * 4 > requests:
-            self._timed_at = requests
-            for times in self._missing.values():
-                times.clear()
-        self._until_look = self._until_look - 1 if shape == self._shape else 0
+        load = round(2 * math.log2(requests))
+        self._until_look = self._until_look - 1 if load == self._load else 0
+        self._load = load
         if total - drafts != requests or drafts > self.manager._max_total_logits - requests * self._bonus:
             self._all, self._run, self._until_look = False, 0, 0  # prompts in the step, or more rows than a chunk holds
             num_tokens = self.manager.get_num_tokens(num_tokens_per_req, draft_tokens)
         else:
             budget = drafts if self._until_look > 0 else self._look(num_tokens_per_req, draft_tokens, drafts)
             num_tokens = self._choose(budget, num_tokens_per_req, draft_tokens, drafts)
-        self._shape, self._began = shape, now
+        self._began = now
         return num_tokens
 
     @property
@@ -79,8 +80,10 @@ class WholeSteps:
         return self.manager.num_bonus_tokens
 
     def missing_ms(self, everything: bool) -> float:
-        """Milliseconds that steps of this kind take beside the two passes; 0, as vLLM has it, before any was timed."""
-        return median(self._missing[everything]) if self._missing[everything] else 0.0
+        """Milliseconds that steps of this kind take beside the two passes, at the load nearest to this one where some
+        were timed; 0, as vLLM has it, if there is none."""
+        known = self._missing[everything]
+        return median(known[min(known, key=lambda load: abs(load - self._load))]) if known else 0.0
 
     def _look(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], drafts: int) -> int:
         """Decide on a budget, and when to look again."""
@@ -93,18 +96,20 @@ class WholeSteps:
         tokens = requests + np.concatenate([[0.0], np.cumsum(-np.sort(-survival))])
         drafting, verifying = self.manager.cost_tables
         passes = drafting[requests] + verifying[requests : requests + drafts + 1]
-        rates = tokens / np.maximum(passes + self.missing_ms(False), 1e-3)
+        timed = self._load in self._missing[True]
+        if timed and self._idle[False] >= RETRY_AFTER:  # it is tried again, if vLLM's price speaks for it
+            self._trials, self._idle[False] = TRIAL, 0
+            self._missing[False].pop(self._load, None)
+        rates = tokens / np.maximum(passes + (0.0 if self._trials else self.missing_ms(False)), 1e-3)
         best = int(rates.argmax())
         of_all = tokens[drafts] / max(float(passes[drafts]) + self.missing_ms(True), 1e-3)
         trims = best < drafts and rates[best] > of_all
-        if not self._missing[True] or (trims and self._idle[True] >= RETRY_AFTER):
+        if not timed or (trims and self._idle[True] >= RETRY_AFTER):
             self._until_look = TRIAL
             return drafts
+        self._trials = max(self._trials - 1, 0) if trims else 0
         if trims:
             return best
-        if self._idle[False] >= RETRY_AFTER:
-            self._missing[False].clear()  # it is tried again, if vLLM's price speaks for it
-            self._idle[False] = 0
         self._until_look = LOOK_AFTER
         return drafts
 

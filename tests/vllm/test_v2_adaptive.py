@@ -134,6 +134,19 @@ def test_steps_are_timed_though_requests_come_and_go():
     assert trimmed > 150
 
 
+def test_a_batch_that_fills_and_empties_is_not_a_trial_at_every_size():
+    """Rows cost nothing: after the first trial nothing is trimmed, though eight loads are passed through again."""
+    manager = Manager(np.tile(SURVIVALS, (8, 1)))
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    trimmed = 0
+    for step in range(RETRY_AFTER):
+        requests = 1 + min(step % 128, 127 - step % 128)
+        trimmed += served(manager, requests, 1, lambda budget: 0.0, steps)[0] < requests * STEPS
+        now[0] += 0.1
+    assert 0 < trimmed <= TRIAL
+
+
 def test_with_nothing_to_trim_the_runners_layout_stands():
     manager = Manager(SURVIVALS)
     steps = WholeSteps(manager)
