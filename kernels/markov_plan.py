@@ -20,6 +20,9 @@ from dspark.kernels import triton
 from dspark.kernels.markov import GROUP, MarkovWeights
 
 FEW = 16  # requests of the narrowest product; more of them take the 64 rows of warpgroup products, or 128
+# Each program of a narrow product reads the words of all others, in a block of a power of two of them: for more requests
+# than this a few programs less cost less than a block twice as wide.
+READ_AS_ONE = 4
 TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
 HELD_ELEMENTS = 32768  # elements of W2 a program keeps in registers through the steps
 
@@ -125,6 +128,8 @@ class DensePlan:
         if not held:
             block_b, tile, stages, residents = _streamed(sizes, block_b, room)
         limit = num_programs or device_programs(base.device, residents)
+        if not (num_programs or held) and block_b == FEW and batch > READ_AS_ONE:
+            limit = nearly_power_of_two(limit)
         span = max(4 * GROUP // tile, 1)
         num_blocks, num_spans = triton.cdiv(batch, block_b), triton.cdiv(columns, tile * span)
         if num_blocks > limit:
@@ -187,6 +192,12 @@ def device_programs(device: torch.device, residents: int) -> int:
     if device.type != "cuda":
         return 1
     return residents * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def nearly_power_of_two(programs: int) -> int:
+    """The largest power of two within a tenth below `programs`; `programs` itself if there is none."""
+    power = 1 << (programs.bit_length() - 1)
+    return power if 10 * power >= 9 * programs else programs
 
 
 def shared_bytes(device: torch.device) -> int:
