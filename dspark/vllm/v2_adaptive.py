@@ -7,11 +7,13 @@ a tenth of such a step, whatever is chosen.
 
 Here steps are timed while they run, apart for those that verify everything and those that trim, and by load, numbers of
 requests within a fifth of one another. What the profile lacks is added to it, for each kind its own; trimming has to
-beat verifying everything by these prices. Where it does not, one step in `LOOK_AFTER` looks whether that has changed,
-and the others do nothing for it. The kind that loses is run for `TRIAL` steps in `RETRY_AFTER`, so that its time is
-known; at a load where it never ran it is taken for what it was at the nearest one, since a batch that fills and empties
-passes through many loads, and a trial of each would cost more than is to be won. Which drafts a budget buys stays
-vLLM's ranking.
+beat verifying everything by these prices. Where it does not, a step now and then looks whether that has changed, and
+the others do nothing for it: a look waits for the confidences of the step before, so that the host no longer runs ahead
+of the device. The first comes after `LOOK_AFTER` steps, each further one after twice as many, and one at once where
+there is more load than verifying everything was found to be better at. The kind that loses is run for `TRIAL` steps in
+`RETRY_AFTER`, so that its time is known; at a load where it never ran it is taken for what it was at the nearest one,
+since a batch that fills and empties passes through many loads, and a trial of each would cost more than is to be won.
+Which drafts a budget buys stays vLLM's ranking.
 
 Lengths never depend on the drafts they cut: budgets come from earlier steps, the ranking from survivals
 (`dspark.schedule`).
@@ -32,9 +34,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from dspark.vllm.v2_plan import is_ours
 
 TIMED_STEPS = 15  # the median of so many follows the load and forgets a pause
-TRIAL, RETRY_AFTER, LOOK_AFTER = 4, 512, 16
-# Confidences reach the host a step late: what a look reads was recorded in the two steps before it. A look because the
-# load has changed reads older ones of the requests that stay, and may trim worse for a step.
+TRIAL, RETRY_AFTER, LOOK_AFTER, LONGEST_WAIT = 4, 512, 16, 128
+# Confidences reach the host a step late: what a look reads was recorded in the two steps before it. A look because of
+# more load reads older ones of the requests that stay, and may trim worse for a step.
 RECORDED_BEFORE = 2
 
 
@@ -46,9 +48,9 @@ class WholeSteps:
         self.manager, self.clock = manager, clock
         self._missing: dict[bool, dict[int, deque[float]]] = {True: {}, False: {}}  # by load; True: all is verified
         self._idle = {True: 0, False: RETRY_AFTER}  # steps since the kind ran
-        self._load = -1
+        self._load, self._all_won_at = -1, -1
         self._began, self._priced, self._all, self._run = 0.0, 0.0, True, 0
-        self._until_look, self._trials = 0, 0
+        self._until_look, self._wait, self._trials, self._trims = 0, LOOK_AFTER, 0, False
         self._row_starts = np.zeros(1, np.int32)
 
     def __getattr__(self, name: str) -> Any:
@@ -63,15 +65,18 @@ class WholeSteps:
         if self._run > 1 or (self._run and self._load not in known):  # the first may still wait for the other kind's
             times = known.setdefault(self._load, deque(maxlen=TIMED_STEPS))
             times.append(1e3 * (now - self._began) - self._priced)
-        load = round(2 * math.log2(requests))
-        self._until_look = self._until_look - 1 if load == self._load else 0
-        self._load = load
-        if total - drafts != requests or drafts > self.manager._max_total_logits - requests * self._bonus:
-            self._all, self._run, self._until_look = False, 0, 0  # prompts in the step, or more rows than a chunk holds
+        self._load = round(2 * math.log2(requests))
+        self._until_look = 0 if self._load > self._all_won_at else self._until_look - 1
+        has_prompts = total - drafts != requests
+        if drafts > self.manager._max_total_logits - requests * self._bonus or (has_prompts and self._trims):
+            self._all, self._run, self._until_look = False, 0, 0  # vLLM's, by confidences that are recorded from now on
             num_tokens = self.manager.get_num_tokens(num_tokens_per_req, draft_tokens)
         else:
-            budget = drafts if self._until_look > 0 else self._look(num_tokens_per_req, draft_tokens, drafts)
-            num_tokens = self._choose(budget, num_tokens_per_req, draft_tokens, drafts)
+            looks = self._until_look <= 0 and not has_prompts
+            budget = self._look(num_tokens_per_req, draft_tokens, drafts) if looks else drafts
+            self._choose(budget, num_tokens_per_req, draft_tokens, drafts)
+            self._run = 0 if has_prompts else self._run  # no step to be timed
+            num_tokens = total - drafts + budget
         self._began = now
         return num_tokens
 
@@ -103,20 +108,21 @@ class WholeSteps:
         rates = tokens / np.maximum(passes + (0.0 if self._trials else self.missing_ms(False)), 1e-3)
         best = int(rates.argmax())
         of_all = tokens[drafts] / max(float(passes[drafts]) + self.missing_ms(True), 1e-3)
-        trims = best < drafts and rates[best] > of_all
-        if not timed or (trims and self._idle[True] >= RETRY_AFTER):
-            self._until_look = TRIAL
+        self._trims = best < drafts and bool(rates[best] > of_all)
+        if not timed or (self._trims and self._idle[True] >= RETRY_AFTER):
+            self._until_look, self._all_won_at, self._trims = TRIAL, self._load, False
             return drafts
-        self._trials = max(self._trials - 1, 0) if trims else 0
-        if trims:
+        if self._trims:
+            self._all_won_at, self._wait, self._trials = -1, LOOK_AFTER, max(self._trials - 1, 0)
             return best
-        self._until_look = LOOK_AFTER
+        self._all_won_at, self._trials = max(self._all_won_at, self._load), 0
+        self._until_look, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
         return drafts
 
     def _choose(
         self, budget: int, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], drafts: int
-    ) -> int:
-        """Hand the budget to vLLM's manager; the step's tokens."""
+    ) -> None:
+        """Hand the budget to vLLM's manager."""
         everything, requests = budget == drafts, len(num_tokens_per_req)
         self._run = self._run + 1 if everything == self._all else 1
         self._all = everything
@@ -129,7 +135,6 @@ class WholeSteps:
             lengths = {r: len(draft_tokens.get(r, ())) for r in num_tokens_per_req}
             others = dict.fromkeys(num_tokens_per_req, 1)
         self.manager._batch_budget = lengths, others, budget
-        return requests + budget
 
     def compact_batch(
         self, num_drafts: np.ndarray, num_tokens: np.ndarray, row_starts: np.ndarray

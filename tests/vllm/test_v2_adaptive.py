@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dspark.vllm import v2_adaptive
-from dspark.vllm.v2_adaptive import LOOK_AFTER, RETRY_AFTER, TRIAL, WholeSteps, make_manager
+from dspark.vllm.v2_adaptive import LONGEST_WAIT, RETRY_AFTER, TRIAL, WholeSteps, make_manager
 
 STEPS = 4  # K
 
@@ -110,13 +110,31 @@ def test_a_loss_that_the_passes_do_not_show_is_found():
     assert budgets.count(EVERYTHING) <= 1000 * (TRIAL + 2) / RETRY_AFTER
 
 
-def test_another_load_is_looked_at_at_once():
+def test_more_load_is_looked_at_at_once_and_less_is_not():
+    """Rows are dearest where there are most of them: what pays for many requests pays for few."""
     manager = Manager(SURVIVALS)
-    steps = WholeSteps(manager, clock=lambda: 0.0)
-    served(manager, 8, 3 * LOOK_AFTER, lambda budget: 0.012, steps)
-    assert steps._until_look > 0
-    served(manager, 2, 1, lambda budget: 0.012, steps)
-    assert steps._until_look == TRIAL, "times of eight requests are not those of two"
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    looks, look = [], steps._look
+    steps._look = lambda *step: looks.append(len(step[0])) or look(*step)
+    for requests, num_steps in ((2, 40), (8, 40), (2, 4), (1, 4), (7, 4)):
+        for _ in range(num_steps):
+            served(manager, requests, 1, lambda budget: 0.0, steps)
+            now[0] += 0.012
+    assert looks[0] == 2
+    assert set(looks) == {2, 8}, f"the last 12 steps are within a wait that began with 8 requests: {looks}"
+
+
+def test_looks_become_rare_while_nothing_is_won():
+    manager = Manager(SURVIVALS)
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    looks, look = [], steps._look
+    steps._look = lambda *step: looks.append(round(now[0] / 0.012)) or look(*step)
+    for _ in range(RETRY_AFTER):
+        served(manager, 8, 1, lambda budget: 0.0, steps)
+        now[0] += 0.012
+    assert np.diff(looks)[-4:].tolist() == [LONGEST_WAIT // 2, LONGEST_WAIT, LONGEST_WAIT, LONGEST_WAIT]
 
 
 def test_steps_are_timed_though_requests_come_and_go():
@@ -159,18 +177,37 @@ def test_with_nothing_to_trim_the_runners_layout_stands():
     assert manager._batch_budget is None
 
 
-@pytest.mark.parametrize(
-    ("tokens", "max_logits"),
-    [pytest.param(40, 10_000, id="prompts-in-the-step"), pytest.param(5, 7, id="more-rows-than-a-chunk-holds")],
-)
-def test_other_steps_are_vllms(tokens, max_logits):
-    manager = Manager(SURVIVALS, max_logits=max_logits)
+def test_more_rows_than_a_chunk_holds_are_vllms():
+    manager = Manager(SURVIVALS, max_logits=7)
     steps = WholeSteps(manager)
-    steps.get_num_tokens({"r0": 5, "r1": tokens}, {"r0": [-1] * 4, "r1": [-1] * 4})
+    steps.get_num_tokens({"r0": 5, "r1": 5}, {"r0": [-1] * 4, "r1": [-1] * 4})
     assert manager.calls["get"] == 1
     steps.record_confidences(None, None)
     assert manager.calls["record"] == 1
     assert steps.add_request(3) == 3
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_a_step_with_prompts_does_as_those_before_it(trims):
+    """Everything is verified, or vLLM trims by confidences that are there; such steps are not timed."""
+    manager = Manager(SURVIVALS)
+    drafting, verifying = manager.cost_tables
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    for _ in range(50):
+        budget = served(manager, 8, 1, lambda budget: 0.0, steps)[0]
+        now[0] += 1e-3 * (drafting[8] + verifying[8 + budget]) if trims else 0.012
+    assert manager.calls["get"] == 0
+    tokens = steps.get_num_tokens({"r0": 5, "r1": 40}, {"r0": [-1] * 4, "r1": []})
+    assert (manager.calls["get"], tokens) == ((1, 41) if trims else (0, 45))
+    if not trims:
+        steps.compact_batch(np.array([4, 0]), np.array([5, 40]), np.array([0, 5, 6], np.int32))
+        starts, queries, budget, _ = steps.reallocate_drafts(["r0", "r1"], None)
+        assert (starts.tolist(), budget) == ([0, 5, 6], 4)
+        assert queries is manager.query_start_loc
+    now[0] += 5.0
+    steps.get_num_tokens({"r0": 5}, {"r0": [-1] * 4})
+    assert not any(time > 4000 for known in steps._missing.values() for times in known.values() for time in times)
 
 
 @pytest.mark.parametrize(("ours", "ranks", "timed"), [(True, 1, True), (True, 2, False), (False, 1, False)])
