@@ -22,7 +22,7 @@ from dspark.kernels.markov import GROUP, MarkovWeights
 FEW = 16  # requests of the narrowest product; more of them take the 64 rows of warpgroup products, or 128
 # Each program of a narrow product reads the words of all others, in a block of a power of two of them: for more
 # requests than this a few programs less cost less than a block twice as wide.
-READ_AS_ONE = 4
+READ_AS_ONE = 8
 TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
 HELD_ELEMENTS = 32768  # elements of W2 a program keeps in registers through the steps
 

@@ -61,9 +61,8 @@ class WholeSteps:
         requests, total = len(num_tokens_per_req), sum(num_tokens_per_req.values())
         drafts = sum(map(len, draft_tokens.values()))
         now = self.clock()
-        known = self._missing[self._all]
-        if self._run > 1 or (self._run and self._load not in known):  # the first may still wait for the other kind's
-            times = known.setdefault(self._load, deque(maxlen=TIMED_STEPS))
+        if self._run > 1:  # the first of its kind may compile what it needs, and wait for one of the other kind
+            times = self._missing[self._all].setdefault(self._load, deque(maxlen=TIMED_STEPS))
             times.append(1e3 * (now - self._began) - self._priced)
         self._load = round(2 * math.log2(requests))
         self._until_look = 0 if self._load > self._all_won_at else self._until_look - 1

@@ -94,6 +94,19 @@ def test_rows_that_cost_what_the_passes_say_are_trimmed_as_vllm_does():
     assert set(budgets) == {EVERYTHING, VLLMS_CHOICE}
 
 
+def test_a_first_step_that_compiles_is_not_held_against_its_kind():
+    manager = Manager(SURVIVALS)
+    drafting, verifying = manager.cost_tables
+    compiled = set()
+
+    def seconds(budget):
+        first = budget not in compiled
+        compiled.add(budget)
+        return 2.0 * first + 1e-3 * (drafting[8] + verifying[8 + budget])
+
+    assert served(manager, 8, 100, seconds).count(VLLMS_CHOICE) > 90
+
+
 def test_the_part_of_a_step_that_no_row_changes_is_reckoned_with():
     """20 ms more in every step: 13.6 / 23.6 = 0.576, 16 / 24.4 = 0.656, 16.8 / 25.2 = 0.667, 17.04 / 26 = 0.655."""
     manager = Manager(SURVIVALS)
