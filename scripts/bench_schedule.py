@@ -7,8 +7,10 @@ First steps are profiled (or a table of `dspark profile` on this very machine is
 one). Then each load runs B requests at once, from prompts of a set in the model's chat template; the clock runs from
 their common first token to the first request that ends, so that B stays what it is called. Contenders take turns, in
 random order and with the same seeds within a round; rounds go on for --seconds a load, at least --rounds. Every run is
-printed, and written as a line of JSON, as it ends. Figures are medians over the rounds with the lowest and the highest;
-the ratio is taken within each round, against the fixed number of drafts (0 is plain decoding) whose median is best.
+printed, and written as a line of JSON, as it ends. Figures are medians over the rounds with the lowest and the highest.
+The ratio is the geometric mean, with its standard error, of those within the rounds, each to the fixed number of drafts
+(0 is plain decoding) that was best in the *other* half of the rounds: the best of several in the same rounds is partly
+the luckiest, and nothing would be as good.
 
 At temperature 0 all contenders emit the same texts, and a ratio shows time alone. Sampled ones have texts of their own:
 with few requests acceptance then differs by chance, which the columns "tokens a step" and "ms a step" tell apart.
@@ -17,13 +19,14 @@ On a CPU that others use, --cpu-time (with OMP_NUM_THREADS=1) counts the process
 
 import argparse
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 from dspark.commands import load_pair
@@ -141,14 +144,22 @@ def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: a
                 here = {"requests": len(prompts), "temperature": options.temperature, "round": rounds}
                 write(here | {"contender": contender.name} | asdict(pace), options)
         rounds += 1
-    speeds = {name: [pace.tokens_per_s for pace in some] for name, some in paces.items()}
-    best = max((c.name for c in contenders if not c.scheduled), key=lambda name: median(speeds[name]))
-    ratios = {
-        c.name: [mine / theirs for mine, theirs in zip(speeds[c.name], speeds[best], strict=True)]
-        for c in contenders
-        if c.scheduled
-    }
-    return {"requests": len(prompts), "paces": paces, "best_fixed": best, "ratio_to_best_fixed": ratios}
+    logs = {name: [math.log(pace.tokens_per_s) for pace in some] for name, some in paces.items()}
+    fixed = [contender.name for contender in contenders if not contender.scheduled]
+    gains = {c.name: gain(logs[c.name], [logs[name] for name in fixed]) for c in contenders if c.scheduled}
+    best = max(fixed, key=lambda name: mean(logs[name]))
+    return {"requests": len(prompts), "paces": paces, "best_fixed": best, "gain": gains}
+
+
+def gain(scheduled: Sequence[float], fixed: Sequence[Sequence[float]]) -> list[float]:
+    """By round, the logarithm of what a contender made over what the fixed number made that was best in the other half.
+
+    Args:
+        scheduled: logarithms of its rates by round, at least two.
+        fixed: the same of each fixed number.
+    """
+    best = [max(fixed, key=lambda rates: sum(rates[1 - half :: 2])) for half in (0, 1)]
+    return [mine - best[i % 2][i] for i, mine in enumerate(scheduled)]
 
 
 def clock_of(options: argparse.Namespace) -> Callable[[], float]:
@@ -175,8 +186,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for result in results:
         for name, paces in result["paces"].items():
             speeds = [pace.tokens_per_s for pace in paces]
-            ratios = result["ratio_to_best_fixed"].get(name)
-            ratio = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else ""
+            logs = result["gain"].get(name)
+            ratio = f"{math.exp(mean(logs)):.3f} ± {stdev(logs) / len(logs) ** 0.5:.3f}" if logs else ""
             ratio = "best" if name == result["best_fixed"] else ratio
             lines.append(
                 f"| {result['requests']} | {name} | {median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f}) "
@@ -211,7 +222,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--profile-repeats", type=int, default=7)
     parser.add_argument("--cpu-time", action="store_true", help="count the process's own seconds")
     parser.add_argument("--out", help="append every run here, a line of JSON each")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds {args.rounds}: expected 2 or more, since the best fixed number comes from other rounds")
+    return args
 
 
 def main(options: argparse.Namespace) -> int:

@@ -1,0 +1,19 @@
+"""The schedule's benchmark: a ratio that is not taken against the luckiest of several fixed numbers."""
+
+import numpy as np
+from bench_schedule import gain
+
+
+def test_the_best_fixed_number_comes_from_the_other_rounds():
+    fixed = [[0.0, 9.0, 0.0, 9.0], [5.0, 1.0, 5.0, 1.0]]
+    assert gain([0.0] * 4, fixed) == [-0.0, -1.0, -0.0, -1.0]
+
+
+def test_equals_are_equal_in_the_mean():
+    """2,000 benchmarks of 20 rounds with four contenders of one law that spread by 0.2: the mean gain is 0 within four
+    standard errors, 0.006, a false alarm in about 16,000 seeds. Against the best in the same rounds it is -0.037."""
+    rates = np.random.default_rng(0).normal(0.0, 0.2, (2000, 4, 20))
+    gains = [np.mean(gain(scheduled, fixed)) for scheduled, *fixed in rates.tolist()]
+    assert abs(np.mean(gains)) < 4 * np.std(gains) / 2000**0.5
+    same_rounds = rates[:, 0].mean(1) - rates[:, 1:].mean(2).max(1)
+    assert same_rounds.mean() < -0.03
