@@ -49,7 +49,7 @@ class WholeSteps:
         self._missing: dict[bool, dict[int, deque[float]]] = {True: {}, False: {}}  # by load; True: all is verified
         self._idle = {True: 0, False: RETRY_AFTER}  # steps since the kind ran
         self._load, self._all_won_at = -1, -1
-        self._began, self._priced, self._all, self._run = 0.0, 0.0, True, 0
+        self._began, self._priced, self._all, self._run, self._is_timed = 0.0, 0.0, True, 0, False
         self._until_look, self._wait, self._trials, self._trims = 0, LOOK_AFTER, 0, False
         self._row_starts = np.zeros(1, np.int32)
 
@@ -61,21 +61,23 @@ class WholeSteps:
         requests, total = len(num_tokens_per_req), sum(num_tokens_per_req.values())
         drafts = sum(map(len, draft_tokens.values()))
         now = self.clock()
-        if self._run > 1:  # the first of its kind may compile what it needs, and wait for one of the other kind
+        if self._is_timed and self._run > 1:  # the first of its kind may compile what it needs, and wait for one of the other kind
             times = self._missing[self._all].setdefault(self._load, deque(maxlen=TIMED_STEPS))
             times.append(1e3 * (now - self._began) - self._priced)
         self._load = round(2 * math.log2(requests))
         self._until_look = 0 if self._load > self._all_won_at else self._until_look - 1
         has_prompts = total - drafts != requests
         if drafts > self.manager._max_total_logits - requests * self._bonus or (has_prompts and self._trims):
-            self._all, self._run, self._until_look = False, 0, 0  # vLLM's, by confidences that are recorded from now on
+            self._until_look, self._is_timed = 0, False  # vLLM's, by confidences that are recorded from now on
             num_tokens = self.manager.get_num_tokens(num_tokens_per_req, draft_tokens)
+            self._count(everything=False)
         else:
             looks = self._until_look <= 0 and not has_prompts
             budget = self._look(num_tokens_per_req, draft_tokens, drafts) if looks else drafts
-            self._choose(budget, num_tokens_per_req, draft_tokens, drafts)
-            self._run = 0 if has_prompts else self._run  # no step to be timed
+            self._hand_over(budget, num_tokens_per_req, draft_tokens, drafts)
             num_tokens = total - drafts + budget
+            self._count(everything=budget == drafts)
+            self._is_timed = not has_prompts
         self._began = now
         return num_tokens
 
@@ -118,19 +120,22 @@ class WholeSteps:
         self._until_look, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
         return drafts
 
-    def _choose(
-        self, budget: int, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], drafts: int
-    ) -> None:
-        """Hand the budget to vLLM's manager."""
-        everything, requests = budget == drafts, len(num_tokens_per_req)
+    def _count(self, *, everything: bool) -> None:
+        """A step of this kind is to run."""
         self._run = self._run + 1 if everything == self._all else 1
         self._all = everything
         self._idle[everything], self._idle[not everything] = 0, self._idle[not everything] + 1
+
+    def _hand_over(
+        self, budget: int, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], drafts: int
+    ) -> None:
+        """Give the budget to vLLM's manager."""
+        requests = len(num_tokens_per_req)
         drafting, verifying = self.manager.cost_tables
         self._priced = float(drafting[requests] + verifying[requests + budget])
         lengths: dict[str, int] = {}
         others: dict[str, int] = {}
-        if not everything:
+        if budget < drafts:
             lengths = {r: len(draft_tokens.get(r, ())) for r in num_tokens_per_req}
             others = dict.fromkeys(num_tokens_per_req, 1)
         self.manager._batch_budget = lengths, others, budget

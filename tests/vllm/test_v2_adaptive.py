@@ -200,6 +200,22 @@ def test_more_rows_than_a_chunk_holds_are_vllms():
     assert steps.add_request(3) == 3
 
 
+def test_steps_between_those_with_prompts_are_timed():
+    """Every second step holds a prompt; verifying everything takes 20 ms, anything less 5, which the profile does not
+    know, and a step with a prompt 50."""
+    manager = Manager(SURVIVALS, row_ms=0.05)
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    budgets = []
+    for _ in range(100):
+        budgets += served(manager, 8, 1, lambda budget: 0.0, steps)
+        now[0] += 0.020 if budgets[-1] == EVERYTHING else 0.005
+        steps.get_num_tokens({"r0": 5, "r1": 40}, {"r0": [-1] * 4, "r1": []})
+        now[0] += 0.050
+    assert budgets.count(EVERYTHING) < 20
+    assert max(time for known in steps._missing.values() for times in known.values() for time in times) < 20
+
+
 @pytest.mark.parametrize("trims", [False, True])
 def test_a_step_with_prompts_does_as_those_before_it(trims):
     """Everything is verified, or vLLM trims by confidences that are there; such steps are not timed."""
