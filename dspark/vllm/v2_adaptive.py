@@ -61,7 +61,8 @@ class WholeSteps:
         requests, total = len(num_tokens_per_req), sum(num_tokens_per_req.values())
         drafts = sum(map(len, draft_tokens.values()))
         now = self.clock()
-        if self._is_timed and self._run > 1:  # the first of its kind may compile what it needs, and wait for one of the other kind
+        # The first of a kind may compile what it needs, and wait for one of the other kind.
+        if self._is_timed and self._run > 1:
             times = self._missing[self._all].setdefault(self._load, deque(maxlen=TIMED_STEPS))
             times.append(1e3 * (now - self._began) - self._priced)
         self._load = round(2 * math.log2(requests))
