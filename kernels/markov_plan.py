@@ -21,7 +21,7 @@ from dspark.kernels.markov import GROUP, MarkovWeights
 
 FEW = 16  # requests of the narrowest product; more of them take the 64 rows of warpgroup products, or 128
 # Each program of a narrow product reads the words of all others, in a block of a power of two of them: for more
-# requests than this a few programs less cost less than a block twice as wide.
+# requests than this a few programs less, each with a few tiles more, cost less than a block twice as wide.
 READ_AS_ONE = 8
 TILE_ELEMENTS = 32768  # of W2: 64 KB of bfloat16
 HELD_ELEMENTS = 32768  # elements of W2 a program keeps in registers through the steps
@@ -128,10 +128,10 @@ class DensePlan:
         if not held:
             block_b, tile, stages, residents = _streamed(sizes, block_b, room)
         limit = num_programs or device_programs(base.device, residents)
-        if not (num_programs or held) and block_b == FEW and batch > READ_AS_ONE:
-            limit = nearly_power_of_two(limit)
         span = max(4 * GROUP // tile, 1)
         num_blocks, num_spans = triton.cdiv(batch, block_b), triton.cdiv(columns, tile * span)
+        if not (num_programs or held) and READ_AS_ONE < batch <= FEW:
+            limit = fewer_programs(limit, num_spans)
         if num_blocks > limit:
             raise ValueError(
                 f"{batch} requests are {num_blocks} blocks of {block_b}, and {limit} programs run at once: they wait"
@@ -194,10 +194,10 @@ def device_programs(device: torch.device, residents: int) -> int:
     return residents * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def nearly_power_of_two(programs: int) -> int:
-    """The largest power of two within a tenth below `programs`; `programs` itself if there is none."""
+def fewer_programs(programs: int, num_spans: int) -> int:
+    """The largest power of two up to `programs`, unless a program then has over an eighth more spans."""
     power = 1 << (programs.bit_length() - 1)
-    return power if 10 * power >= 9 * programs else programs
+    return power if 8 * triton.cdiv(num_spans, power) <= 9 * triton.cdiv(num_spans, programs) else programs
 
 
 def shared_bytes(device: torch.device) -> int:

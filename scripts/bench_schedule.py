@@ -147,7 +147,7 @@ def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: a
     logs = {name: [math.log(pace.tokens_per_s) for pace in some] for name, some in paces.items()}
     fixed = [contender.name for contender in contenders if not contender.scheduled]
     gains = {c.name: gain(logs[c.name], [logs[name] for name in fixed]) for c in contenders if c.scheduled}
-    best = max(fixed, key=lambda name: mean(logs[name]))
+    best = max(fixed, key=lambda name: median(logs[name]))
     return {"requests": len(prompts), "paces": paces, "best_fixed": best, "gain": gains}
 
 
@@ -187,7 +187,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         for name, paces in result["paces"].items():
             speeds = [pace.tokens_per_s for pace in paces]
             logs = result["gain"].get(name)
-            ratio = f"{math.exp(mean(logs)):.3f} ± {stdev(logs) / len(logs) ** 0.5:.3f}" if logs else ""
+            centre = math.exp(mean(logs)) if logs else 0.0
+            ratio = f"{centre:.3f} ± {centre * stdev(logs) / len(logs) ** 0.5:.3f}" if logs else ""
             ratio = "best" if name == result["best_fixed"] else ratio
             lines.append(
                 f"| {result['requests']} | {name} | {median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f}) "

@@ -6,14 +6,15 @@ most of it is host time, in which rows are free, and every draft that is trimmed
 a tenth of such a step, whatever is chosen.
 
 Here steps are timed while they run, apart for those that verify everything and those that trim, and by load, numbers of
-requests within a fifth of one another. What the profile lacks is added to it, for each kind its own; trimming has to
+requests within a fifth of a common one. What the profile lacks is added to it, for each kind its own; trimming has to
 beat verifying everything by these prices. Where it does not, a step now and then looks whether that has changed, and
 the others do nothing for it: a look waits for the confidences of the step before, so that the host no longer runs ahead
-of the device. The first comes after `LOOK_AFTER` steps, each further one after twice as many, and one at once where
-there is more load than verifying everything was found to be better at. The kind that loses is run for `TRIAL` steps in
-`RETRY_AFTER`, so that its time is known; at a load where it never ran it is taken for what it was at the nearest one,
-since a batch that fills and empties passes through many loads, and a trial of each would cost more than is to be won.
-Which drafts a budget buys stays vLLM's ranking.
+of the device. The first comes after `LOOK_AFTER` steps, each further one after twice as many up to `LONGEST_WAIT`, and
+one at once where there is more load than verifying everything was found to be better at. The kind that loses is run for
+`TRIAL` steps in `RETRY_AFTER`, so that its time is known; at a load where it never ran it is taken for what it was at
+the nearest one, since a batch that fills and empties passes through many loads, and a trial of each would cost more
+than is to be won. Steps with prompts are decided by the same prices, but neither timed nor tried, and where trimming
+wins vLLM chooses how much. Which drafts a budget buys is always vLLM's ranking.
 
 Lengths never depend on the drafts they cut: budgets come from earlier steps, the ranking from survivals
 (`dspark.schedule`).
@@ -36,7 +37,7 @@ from dspark.vllm.v2_plan import is_ours
 TIMED_STEPS = 15  # the median of so many follows the load and forgets a pause
 TRIAL, RETRY_AFTER, LOOK_AFTER, LONGEST_WAIT = 4, 512, 16, 128
 # Confidences reach the host a step late: what a look reads was recorded in the two steps before it. A look because of
-# more load reads older ones of the requests that stay, and may trim worse for a step.
+# more load reads older ones of the requests that stay, and may trim worse for two steps.
 RECORDED_BEFORE = 2
 
 
@@ -49,8 +50,10 @@ class WholeSteps:
         self._missing: dict[bool, dict[int, deque[float]]] = {True: {}, False: {}}  # by load; True: all is verified
         self._idle = {True: 0, False: RETRY_AFTER}  # steps since the kind ran
         self._load, self._all_won_at = -1, -1
-        self._began, self._priced, self._all, self._run, self._is_timed = 0.0, 0.0, True, 0, False
-        self._until_look, self._wait, self._trials, self._trims = 0, LOOK_AFTER, 0, False
+        self._until_look, self._wait, self._trials = 0, LOOK_AFTER, 0
+        self._began, self._priced, self._is_timed, self._had_prompts = 0.0, 0.0, False, False
+        self._all, self._run = True, 0  # the kind of the step that was chosen last, and how many of it in a row
+        self._met: set[int] = set()  # numbers of requests
         self._row_starts = np.zeros(1, np.int32)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,32 +71,36 @@ class WholeSteps:
         self._load = round(2 * math.log2(requests))
         self._until_look = 0 if self._load > self._all_won_at else self._until_look - 1
         has_prompts = total - drafts != requests
-        if drafts > self.manager._max_total_logits - requests * self._bonus or (has_prompts and self._trims):
-            self._until_look, self._is_timed = 0, False  # vLLM's, by confidences that are recorded from now on
-            num_tokens = self.manager.get_num_tokens(num_tokens_per_req, draft_tokens)
-            self._count(everything=False)
-        else:
-            looks = self._until_look <= 0 and not has_prompts
-            budget = self._look(num_tokens_per_req, draft_tokens, drafts) if looks else drafts
-            self._hand_over(budget, num_tokens_per_req, draft_tokens, drafts)
-            num_tokens = total - drafts + budget
-            self._count(everything=budget == drafts)
-            self._is_timed = not has_prompts
-        self._began = now
-        return num_tokens
-
-    @property
-    def _bonus(self) -> int:
-        return self.manager.num_bonus_tokens
+        fits = drafts <= self.manager._max_total_logits - requests * self.manager.num_bonus_tokens
+        budget = drafts
+        if fits and self._until_look <= 0:
+            budget = self._look(num_tokens_per_req, draft_tokens, total - drafts, has_prompts=has_prompts)
+        everything = budget == drafts and fits
+        self._count(everything)
+        # The first step of so many requests captures a graph, and one after prompts may wait for them.
+        captures = everything and requests not in self._met
+        may_wait = self._had_prompts and self._load in self._missing[everything]
+        self._is_timed = fits and not has_prompts and not captures and not may_wait
+        if everything and not has_prompts:
+            self._met.add(requests)
+        self._began, self._had_prompts = now, has_prompts
+        if not everything and (has_prompts or not fits):
+            self._until_look = 0  # vLLM's choice, by confidences that are recorded from now on
+            return self.manager.get_num_tokens(num_tokens_per_req, draft_tokens)
+        self._hand_over(budget, num_tokens_per_req, draft_tokens, drafts)
+        return total - drafts + budget
 
     def missing_ms(self, everything: bool) -> float:
         """Milliseconds that steps of this kind take beside the two passes, at the load nearest to this one where some
-        were timed; 0, as vLLM has it, if there is none."""
-        known = self._missing[everything]
+        were timed; those of the other kind before any was, and 0, as vLLM has it, before either was."""
+        known = self._missing[everything] or self._missing[not everything]
         return median(known[min(known, key=lambda load: abs(load - self._load))]) if known else 0.0
 
-    def _look(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], drafts: int) -> int:
-        """Decide on a budget, and when to look again."""
+    def _look(
+        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], others: int, *, has_prompts: bool
+    ) -> int:
+        """Decide on a budget, and when to look again. Steps with prompts go by the times that are known: they are not
+        timed, and no kind is tried in them."""
         requests = len(num_tokens_per_req)
         lengths = np.fromiter((len(draft_tokens.get(r, ())) for r in num_tokens_per_req), np.int64, requests)
         slot_of = self.manager.req_states.req_id_to_index
@@ -101,27 +108,31 @@ class WholeSteps:
         confidence = self.manager._stale_confidences[self.manager._stale_idx].np[slots].astype(np.float64)
         survival = np.cumprod(confidence, axis=1)[np.arange(confidence.shape[1]) < lengths[:, None]]
         tokens = requests + np.concatenate([[0.0], np.cumsum(-np.sort(-survival))])
+        drafts = len(survival)
         drafting, verifying = self.manager.cost_tables
-        passes = drafting[requests] + verifying[requests : requests + drafts + 1]
+        passes = drafting[requests] + verifying[others : others + drafts + 1]
         timed = self._load in self._missing[True]
-        if timed and self._idle[False] >= RETRY_AFTER:  # it is tried again, if vLLM's price speaks for it
+        if timed and not has_prompts and self._idle[False] >= RETRY_AFTER:  # tried again, if vLLM's price speaks for it
             self._trials, self._idle[False] = TRIAL, 0
             self._missing[False].pop(self._load, None)
-        rates = tokens / np.maximum(passes + (0.0 if self._trials else self.missing_ms(False)), 1e-3)
+        is_trial = self._trials > 0 and not has_prompts
+        rates = tokens / np.maximum(passes + (0.0 if is_trial else self.missing_ms(False)), 1e-3)
         best = int(rates.argmax())
         of_all = tokens[drafts] / max(float(passes[drafts]) + self.missing_ms(True), 1e-3)
-        self._trims = best < drafts and bool(rates[best] > of_all)
-        if not timed or (self._trims and self._idle[True] >= RETRY_AFTER):
-            self._until_look, self._all_won_at, self._trims = TRIAL, self._load, False
+        trims = best < drafts and bool(rates[best] > of_all)
+        if not has_prompts and (not timed or (trims and self._idle[True] >= RETRY_AFTER)):
+            self._missing[True].pop(self._load, None)
+            self._until_look, self._all_won_at = TRIAL, self._load
             return drafts
-        if self._trims:
-            self._all_won_at, self._wait, self._trials = -1, LOOK_AFTER, max(self._trials - 1, 0)
+        if trims:
+            self._all_won_at, self._wait, self._trials = -1, LOOK_AFTER, max(self._trials - is_trial, 0)
             return best
-        self._all_won_at, self._trials = max(self._all_won_at, self._load), 0
+        self._all_won_at = max(self._all_won_at, self._load)
         self._until_look, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
+        self._trials = 0
         return drafts
 
-    def _count(self, *, everything: bool) -> None:
+    def _count(self, everything: bool) -> None:
         """A step of this kind is to run."""
         self._run = self._run + 1 if everything == self._all else 1
         self._all = everything

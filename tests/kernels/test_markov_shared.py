@@ -60,6 +60,24 @@ def test_every_plan_fits_a_multiprocessor_as_often_as_it_must(monkeypatch):
         )
 
 
+@pytest.mark.parametrize(
+    ("case", "programs"),
+    [
+        pytest.param({"batch": 8}, 132, id="words-of-few-requests-are-read-as-one"),
+        pytest.param({"batch": 9}, 119, id="119-programs-of-10-tiles-instead-of-132-of-9"),
+        pytest.param({"batch": 16}, 119, id="as-many-for-16"),
+        pytest.param({"batch": 16, "columns": 50304}, 131, id="not-99-of-4-instead-of-131-of-3"),
+        pytest.param({"batch": 64}, 238, id="wider-products-read-otherwise"),
+        pytest.param({"batch": 2100, "rank": 512, "columns": 512}, 132, id="all-blocks-of-many-requests-must-run"),
+    ],
+)
+def test_programs_are_a_power_of_two_where_that_costs_little(monkeypatch, case, programs):
+    monkeypatch.setattr(markov_plan, "device_programs", lambda device, residents: 132 * residents)
+    case = {"dtype": "bfloat16", "base": "bfloat16", "rank": 256, "kind": "vanilla", "columns": 151936} | case
+    plan = DensePlan.choose(*markov_compile.head(case), None)
+    assert plan.num_blocks * plan.num_parts == programs, plan
+
+
 def test_a_rank_too_large_for_the_chip_is_refused():
     w1 = torch.empty(512, 4096, device="meta")
     with pytest.raises(ValueError, match=r"a head of rank 4096 .* needs .* bytes of shared memory"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dspark.vllm import v2_adaptive
-from dspark.vllm.v2_adaptive import LONGEST_WAIT, RETRY_AFTER, TRIAL, WholeSteps, make_manager
+from dspark.vllm.v2_adaptive import LONGEST_WAIT, LOOK_AFTER, RETRY_AFTER, TRIAL, WholeSteps, make_manager
 
 STEPS = 4  # K
 
@@ -21,7 +21,7 @@ class Manager:
         confidence = survivals / np.concatenate([np.ones((num_slots, 1), np.float32), survivals[:, :-1]], axis=1)
         self._stale_confidences, self._stale_idx = [SimpleNamespace(np=confidence)] * 2, 0
         self.req_states = SimpleNamespace(req_id_to_index={f"r{i}": i for i in range(num_slots)})
-        self.cost_tables = np.full(num_slots + 1, draft_ms), 1.0 + row_ms * np.arange(num_slots * (K + 1) + 1)
+        self.cost_tables = np.full(num_slots + 1, draft_ms), 1.0 + row_ms * np.arange(num_slots * (K + 1) + 200)
         self.num_bonus_tokens, self._max_total_logits = 1, max_logits
         self._batch_budget = None
         self._cu_num_logits = torch.zeros(num_slots + 1, dtype=torch.int32)
@@ -129,7 +129,7 @@ def test_more_load_is_looked_at_at_once_and_less_is_not():
     now = [0.0]
     steps = WholeSteps(manager, clock=lambda: now[0])
     looks, look = [], steps._look
-    steps._look = lambda *step: looks.append(len(step[0])) or look(*step)
+    steps._look = lambda *step, **options: looks.append(len(step[0])) or look(*step, **options)
     for requests, num_steps in ((2, 40), (8, 40), (2, 4), (1, 4), (7, 4)):
         for _ in range(num_steps):
             served(manager, requests, 1, lambda budget: 0.0, steps)
@@ -143,7 +143,7 @@ def test_looks_become_rare_while_nothing_is_won():
     now = [0.0]
     steps = WholeSteps(manager, clock=lambda: now[0])
     looks, look = [], steps._look
-    steps._look = lambda *step: looks.append(round(now[0] / 0.012)) or look(*step)
+    steps._look = lambda *step, **options: looks.append(round(now[0] / 0.012)) or look(*step, **options)
     for _ in range(RETRY_AFTER):
         served(manager, 8, 1, lambda budget: 0.0, steps)
         now[0] += 0.012
@@ -166,7 +166,7 @@ def test_steps_are_timed_though_requests_come_and_go():
 
 
 def test_a_batch_that_fills_and_empties_is_not_a_trial_at_every_size():
-    """Rows cost nothing: after the first trial nothing is trimmed, though eight loads are passed through again."""
+    """Rows cost nothing: after the first trial nothing is trimmed, though twelve loads are passed through again."""
     manager = Manager(np.tile(SURVIVALS, (8, 1)))
     now = [0.0]
     steps = WholeSteps(manager, clock=lambda: now[0])
@@ -216,27 +216,70 @@ def test_steps_between_those_with_prompts_are_timed():
     assert max(time for known in steps._missing.values() for times in known.values() for time in times) < 20
 
 
+def with_prompt(steps, manager):
+    """A step of seven requests with drafts and a prompt of three tokens; whether drafts were trimmed."""
+    requests = {f"r{i}": STEPS + 1 for i in range(7)} | {"r7": 3}
+    before = manager.calls["get"]
+    tokens = steps.get_num_tokens(requests, {r: [-1] * STEPS for r in requests if r != "r7"})
+    if tokens == sum(requests.values()):
+        lengths = np.array([STEPS] * 7 + [0])
+        starts = np.concatenate([[0], np.cumsum(lengths + 1)]).astype(np.int32)
+        steps.compact_batch(lengths, np.array(list(requests.values())), starts)
+        found = steps.reallocate_drafts(list(requests), None)
+        assert (found[0].tolist(), found[2], found[3]) == (starts.tolist(), 7 * STEPS, None)
+        assert found[1] is manager.query_start_loc
+    else:
+        assert manager.calls["get"] == before + 1, "how much is vLLM's to say"
+    steps.record_confidences(None, None)
+    return tokens < sum(requests.values())
+
+
 @pytest.mark.parametrize("trims", [False, True])
-def test_a_step_with_prompts_does_as_those_before_it(trims):
-    """Everything is verified, or vLLM trims by confidences that are there; such steps are not timed."""
+@pytest.mark.parametrize("pure", [6, 50])
+def test_steps_with_prompts_are_decided_by_the_times_of_others(trims, pure):
+    """Nothing but the passes takes time, or 12 ms of the host do; from then on every step has a prompt."""
     manager = Manager(SURVIVALS)
     drafting, verifying = manager.cost_tables
     now = [0.0]
     steps = WholeSteps(manager, clock=lambda: now[0])
-    for _ in range(50):
+    for _ in range(pure):
         budget = served(manager, 8, 1, lambda budget: 0.0, steps)[0]
         now[0] += 1e-3 * (drafting[8] + verifying[8 + budget]) if trims else 0.012
-    assert manager.calls["get"] == 0
-    tokens = steps.get_num_tokens({"r0": 5, "r1": 40}, {"r0": [-1] * 4, "r1": []})
-    assert (manager.calls["get"], tokens) == ((1, 41) if trims else (0, 45))
+    recorded, trimmed = manager.calls["record"], 0
+    for _ in range(500):
+        trimmed += with_prompt(steps, manager)
+        now[0] += 5.0
+    assert trimmed > 400 if trims else trimmed < 10
     if not trims:
-        steps.compact_batch(np.array([4, 0]), np.array([5, 40]), np.array([0, 5, 6], np.int32))
-        starts, queries, budget, _ = steps.reallocate_drafts(["r0", "r1"], None)
-        assert (starts.tolist(), budget) == ([0, 5, 6], 4)
-        assert queries is manager.query_start_loc
-    now[0] += 5.0
-    steps.get_num_tokens({"r0": 5}, {"r0": [-1] * 4})
+        assert manager.calls["record"] - recorded < 100, "where nothing is won, nothing is waited for"
     assert not any(time > 4000 for known in steps._missing.values() for times in known.values() for time in times)
+
+
+def test_times_from_before_a_change_do_not_outvote_it():
+    """Verifying everything takes 40 ms until step 2,500 and 12 from then on, and its next trial finds out."""
+    manager = Manager(SURVIVALS)
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    budgets = []
+    for number in range(2500 + RETRY_AFTER + 2 * TRIAL + LOOK_AFTER):
+        budgets += served(manager, 8, 1, lambda budget: 0.0, steps)
+        now[0] += (0.040 if number < 2500 else 0.012) if budgets[-1] == EVERYTHING else 0.012
+    assert budgets[2400:2500].count(EVERYTHING) <= 2 * TRIAL
+    assert set(budgets[-LOOK_AFTER:]) == {EVERYTHING}
+
+
+def test_captures_are_no_times():
+    """A batch that empties captures a graph of 80 ms in each step; a step of 24 requests then takes 12."""
+    manager = Manager(np.tile(SURVIVALS, (8, 1)))
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    captured, trimmed = set(), 0
+    for requests in [*range(64, 0, -1), *[24] * 1000]:
+        everything = served(manager, requests, 1, lambda budget: 0.0, steps)[0] == requests * STEPS
+        now[0] += 0.080 if everything and requests not in captured else 0.012
+        captured |= {requests} if everything else set()
+        trimmed += not everything
+    assert trimmed <= (TRIAL + 2) * (2 + 1000 // RETRY_AFTER)
 
 
 @pytest.mark.parametrize(("ours", "ranks", "timed"), [(True, 1, True), (True, 2, False), (False, 1, False)])
