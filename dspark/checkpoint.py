@@ -46,7 +46,8 @@ def load_drafter(
         device: where the weights go.
         dtype: floating type of the weights; None keeps the checkpoint's own (where it mixes types, that of most of
             its bytes).
-        layout: "anchor" or "fill" (1+N) overrides the block layout; for checkpoints that do not state theirs.
+        layout: "anchor" or "fill" (1+N), the block layout of a checkpoint that does not state it; one that states the
+            other is refused.
         calibrated: False leaves the calibration in the folder unread, and the confidences as the head gives them.
 
     Returns:
@@ -99,7 +100,7 @@ def check_files(
     Args:
         container: config and tensor headers.
         target: the target, or None to check the files alone.
-        layout: override of the block layout.
+        layout: block layout of a checkpoint that does not state it.
         findings: receives every problem and note.
 
     Returns:

@@ -105,8 +105,8 @@ def _layout(base: Drafter, target: HFTarget, raw: Mapping[str, Any]) -> Iterator
     yield (
         name,
         f"write sample_from_anchor={str(anchor_first).lower()} (and speculative_tokens="
-        f"{base.config.block_size - (not anchor_first)} where the config has it), or load with --layout "
-        f"{'anchor' if anchor_first else 'fill'}",
+        f"{base.config.block_size - (not anchor_first)} where the config has it), or, if it says neither, load with "
+        f"--layout {'anchor' if anchor_first else 'fill'}",
         variant(base, replace(base.config, anchor_first=anchor_first)),
     )
 

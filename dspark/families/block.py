@@ -36,28 +36,16 @@ def read_layout(fields: Fields, drafter: Mapping[str, Any], chosen: Layout | Non
     Args:
         fields: sections that may state the layout.
         drafter: the raw config; a speculators one implies the layout by its number of speculative tokens.
-        chosen: the caller's decision, which beats what the checkpoint says.
+        chosen: the caller's decision, for a checkpoint whose keys state no layout, or contradict one another.
         findings: receives the source of the choice.
 
     Raises:
-        CheckpointError: two sources disagree and the caller did not choose; or `chosen` is unknown.
+        CheckpointError: two sources disagree and the caller did not choose; `chosen` is unknown, or differs from what
+            the checkpoint states.
     """
     if chosen is not None:
-        if chosen not in ("anchor", "fill"):
-            raise refusal(
-                f"layout={chosen!r}", '"anchor" or "fill"', ONE_PERCENT, "Pass one of them, or leave layout out."
-            )
-        findings.note(f"layout: {NAMES[chosen == 'anchor']}, from --layout or layout=")
-        return chosen == "anchor"
-    stated = _stated(fields)
-    implied = _implied_by_speculative_tokens(fields, drafter)
-    for (source, value), (other, differing) in pairwise(stated + implied):
-        if value != differing:
-            raise refusal(
-                f"{source} means {NAMES[value]} but {other} means {NAMES[differing]}: they are inconsistent",
-                "sources that agree",
-                f"{ONE_PERCENT} {CHOOSE}",
-            )
+        return _read_chosen(fields, drafter, chosen, findings)
+    stated, implied = _sources(fields, drafter)
     if stated:
         findings.note(f"layout: {NAMES[stated[0][1]]}, from {stated[0][0]}")
         return stated[0][1]
@@ -74,8 +62,44 @@ def read_layout(fields: Fields, drafter: Mapping[str, Any], chosen: Layout | Non
     return True
 
 
-def _stated(fields: Fields) -> list[tuple[str, bool]]:
-    """What keys say, as (source, anchor-first)."""
+def _read_chosen(fields: Fields, drafter: Mapping[str, Any], chosen: Layout, findings: Findings) -> bool:
+    if chosen not in ("anchor", "fill"):
+        raise refusal(f"layout={chosen!r}", '"anchor" or "fill"', ONE_PERCENT, "Pass one of them, or leave layout out.")
+    anchor_first = chosen == "anchor"
+    sources = Findings().attempt(_sources, fields, drafter)  # None: they contradict one another, and the choice decides
+    if sources is not None and sources[0]:
+        source, value = sources[0][0]
+        if value != anchor_first:
+            raise refusal(
+                f"--layout {chosen} (layout= in Python) means {NAMES[anchor_first]}, but the checkpoint states "
+                f"{source}, which means {NAMES[value]}",
+                "no --layout for a checkpoint that states its layout",
+                ONE_PERCENT,
+                "Leave --layout out; if the checkpoint is wrong, correct it in config.json.",
+            )
+    findings.note(f"layout: {NAMES[anchor_first]}, from --layout or layout=")
+    return anchor_first
+
+
+_Sources = list[tuple[str, bool]]  # where the layout stands, and whether it is anchor-first
+
+
+def _sources(fields: Fields, drafter: Mapping[str, Any]) -> tuple[_Sources, _Sources]:
+    """What keys state and what other fields imply (CheckpointError if two of them disagree)."""
+    stated = _stated(fields)
+    implied = _implied_by_speculative_tokens(fields, drafter)
+    for (source, value), (other, differing) in pairwise(stated + implied):
+        if value != differing:
+            raise refusal(
+                f"{source} means {NAMES[value]} but {other} means {NAMES[differing]}: they are inconsistent",
+                "sources that agree",
+                f"{ONE_PERCENT} {CHOOSE}",
+            )
+    return stated, implied
+
+
+def _stated(fields: Fields) -> _Sources:
+    """What keys say."""
     stated = []
     for name, anchor_value in (
         ("sample_from_anchor", True),
@@ -93,7 +117,7 @@ def _stated(fields: Fields) -> list[tuple[str, bool]]:
     return stated
 
 
-def _implied_by_speculative_tokens(fields: Fields, drafter: Mapping[str, Any]) -> list[tuple[str, bool]]:
+def _implied_by_speculative_tokens(fields: Fields, drafter: Mapping[str, Any]) -> _Sources:
     """speculators records how many tokens a round yields: all rows (anchor-first) or all but row 0."""
     methods = section(drafter, "speculators_config").get("proposal_methods")
     if not isinstance(methods, list):

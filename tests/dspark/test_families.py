@@ -271,6 +271,31 @@ def test_contradictory_layouts_are_refused_and_the_caller_can_decide(packaging, 
         assert f"{'anchor-first' if anchor_first else '1+N (fill)'}, from --layout or layout=" in " ".join(record.notes)
 
 
+@pytest.mark.parametrize(
+    ("packaging", "changes", "layout", "parts"),
+    [
+        pytest.param(DEEPSPEC, {"sample_from_anchor": True}, "fill", ["sample_from_anchor=True"], id="deepspec"),
+        pytest.param(
+            DEEPSPEC,
+            {"dflash_config.query_zero_predicts_next": False},
+            "anchor",
+            ["dflash_config.query_zero_predicts_next=False"],
+            id="nested",
+        ),
+        pytest.param(SPECULATORS, {}, "anchor", ["sample_from_anchor=False"], id="speculators"),
+    ],
+)
+def test_a_stated_layout_is_not_overridden(packaging, changes, layout, parts):
+    message = refuse(changed(packaging, changes), layout=layout)
+    assert all(part in message for part in [*parts, f"--layout {layout}", "Leave --layout out"])
+    other = "fill" if layout == "anchor" else "anchor"
+    assert resolve(changed(packaging, changes), layout=other).anchor_first is (other == "anchor")
+
+
+def test_a_layout_that_is_only_inferred_can_be_overridden():
+    assert resolve(changed(SPECULATORS, {"sample_from_anchor": ABSENT}), layout="anchor").anchor_first
+
+
 def test_an_unknown_layout_argument_is_refused():
     assert "layout='auto'" in refuse(DEEPSPEC, layout="auto")
 
