@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dspark.checkpoint import load_drafter
-from dspark.cli_paths import EMBEDDED, drafter_location, find_drafter
+from dspark.cli_paths import EMBEDDED, drafter_location, find_drafter, named_target
 from dspark.default import TargetLocation, load_target, local_target, resolve_default_target
 from dspark.drafter import Drafter
 from dspark.evals import EvalSettings, format_prompt, measure_acceptance
@@ -25,9 +25,9 @@ from dspark.loop import generate as run_loop
 from dspark.memory import RecurrentSizes, describe_memory
 from dspark.records import Generation, StepRecord
 from dspark.sampling import SamplingParams
-from dspark.schedule import describe_schedule, parse_schedule
+from dspark.schedule import ThroughputSchedule, describe_schedule, parse_schedule
 from dspark.target import HFTarget
-from dspark.terminal import MarkedWriter, acceptance_lines, marks_for, say
+from dspark.terminal import MarkedWriter, acceptance_lines, count, marks_for, say
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ def generate(options: argparse.Namespace) -> int:
         "drafting": getattr(options, "drafting", EvalSettings.drafting),
         "schedule": schedule,
     }
+    if isinstance(schedule, ThroughputSchedule):
+        say_extrapolation(chosen, schedule, 1, loop_options["num_draft_tokens"])
     # The first passes pay for allocations and thread pools, which would be blamed on whichever run came first.
     short = replace(params, max_new_tokens=WARM_UP_TOKENS)
     run_loop(pair.target, pair.drafter, [prompt_ids], short, **loop_options | {"schedule": None})
@@ -89,13 +91,20 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def say_extrapolation(named: str | None, schedule: ThroughputSchedule, num_requests: int, num_drafts: int) -> None:
+    """A line where a run goes beyond what the cost table of its schedule has measured."""
+    gap = schedule.cost.describe_gap(num_requests, num_drafts)
+    if gap is not None:
+        say(f"--schedule {named}: {gap}")
+
+
 def inspect(options: argparse.Namespace) -> int:
     """`dspark inspect`; status 1 if the checkpoint cannot be used."""
     path = drafter_location(getattr(options, "drafter", None))
-    target = None
+    target, name = None, None
     if hasattr(options, "target"):
-        target, _ = load_named_target(options.target, torch.bfloat16, torch.device("cpu"))
-    report = inspect_checkpoint(path, target=target, layout=getattr(options, "layout", None))
+        target, name = load_named_target(options.target, torch.bfloat16, torch.device("cpu"))
+    report = inspect_checkpoint(path, target=target, layout=getattr(options, "layout", None), target_name=name)
     num_draft_tokens = report.config.max_draft_tokens if report.config is not None else 0
     memory = []
     if target is not None and target.recurrent:
@@ -105,7 +114,7 @@ def inspect(options: argparse.Namespace) -> int:
     else:
         print(report.to_text(), end="")
         if memory:
-            print("\n".join(["", f"recurrent state of the target, {num_draft_tokens} drafts a step", *memory]))
+            print("\n".join(["", f"recurrent state of the target, {count(num_draft_tokens, 'draft')} a step", *memory]))
     return 0 if report.loadable else 1
 
 
@@ -115,7 +124,7 @@ def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
     Raises:
         ValueError: a target without its drafter, files that do not load, or two that do not belong together.
     """
-    target_name, drafter_path = getattr(options, "target", None), find_drafter(options)
+    target_name, drafter_path = named_target(options), find_drafter(options)
     device = _device(getattr(options, "device", None))
     dtype = _dtype(getattr(options, "dtype", None), device)
     if loaded is not None:
@@ -127,7 +136,7 @@ def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
             if hasattr(options, name):
                 log.info("--%s has no effect with --plain, which runs without a drafter", name.replace("_", "-"))
         return Pair(target, source, None, None)
-    if target_name is None and getattr(options, "drafter", EMBEDDED) != EMBEDDED:
+    if not hasattr(options, "target") and getattr(options, "drafter", EMBEDDED) != EMBEDDED:
         log.info("no target was named: %s has to fit the embedded pair's target", drafter_path)
     layout = getattr(options, "layout", None)
     drafter = load_drafter(drafter_path, target=target, device=device, dtype=dtype, layout=layout)
@@ -135,7 +144,10 @@ def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
 
 
 def locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
-    """Files of the target named by folder or GGUF file, or of the default one, and words on it; None for a Hub id."""
+    """Files of the target named by folder or GGUF file, or of the default one (None, or the word `embedded`), and words
+    on it; None for a Hub id.
+    """
+    name = None if name == EMBEDDED else name
     if name is not None and not Path(name).expanduser().exists():
         return None, f"Hub {name}"
     location = resolve_default_target() if name is None else local_target(Path(name))
@@ -283,10 +295,10 @@ def _identity_line(drafted: list[int], plain: list[int], temperature: float) -> 
             "distribution that they are drawn from"
         )
     if drafted == plain:
-        return f"output: identical to plain decoding, all {len(plain)} tokens"
+        return f"output: identical to plain decoding, all {count(len(plain), 'token')}"
     return (
-        f"output: differs from plain decoding after {_common_prefix(drafted, plain)} tokens, where two tokens were "
-        "about equally likely and a pass over several rows rounded otherwise than one over a single row; "
+        f"output: differs from plain decoding after {count(_common_prefix(drafted, plain), 'token')}, where two tokens "
+        "were about equally likely and a pass over several rows rounded otherwise than one over a single row; "
         "--dtype float64 is exact"
     )
 

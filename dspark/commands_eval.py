@@ -9,19 +9,21 @@ from pathlib import Path
 import torch
 
 from dspark.cli_paths import drafter_location, find_drafter, output_folder
-from dspark.commands import Pair, drafter_labels, eval_settings, load_pair, locate_target
+from dspark.commands import Pair, drafter_labels, eval_settings, load_pair, locate_target, say_extrapolation
 from dspark.confidence import CALIBRATION_FILE, write_calibration
 from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings
 from dspark.evals.backends import Backend, LoopBackend
-from dspark.evals.compare import Comparison, compare_runs, load_run, load_runs
+from dspark.evals.compare import Comparison, compare_runs, load_runs
+from dspark.evals.datasets import check_datasets
 from dspark.evals.document import REPORT_FILE, write_report
 from dspark.evals.records import SETTINGS_FILE
 from dspark.evals.report import format_comparison, number
 from dspark.evals.run import OpenRun, open_run
 from dspark.evals.sts_runs import Check, fit_calibration, measure_scaling
 from dspark.loop import check_schedule
-from dspark.schedule import parse_schedule
+from dspark.outputs import check_output
+from dspark.schedule import ThroughputSchedule, parse_schedule
 from dspark.terminal import align, say
 from dspark.vllm.backends import EngineBackend, ServerBackend, check_installed
 
@@ -34,15 +36,24 @@ def evaluate(options: argparse.Namespace) -> int:
     settings = [eval_settings(variant) for variant in variants.values()]  # a wrong value must not cost loading models
     out = output_folder(options)
     if out is not None:
+        check_output("--out", out)
         _check_folder(out, several=len(variants) > 1)
+    most_requests = check_datasets(settings[0].datasets, settings[0].limit)
     opened: list[OpenRun] = []  # all before the first runs, so that a folder says what is missing in it
     pairs = _load_all(list(variants.values()))
+    _say_extrapolation(settings, pairs, most_requests)
     for (name, variant), chosen, pair in zip(variants.items(), settings, pairs, strict=True):
         backend, target_name, drafter_name = _open_backend(variant, chosen, pair)
         chosen = replace(chosen, target_name=target_name, drafter_name=drafter_name)
         folder = out if out is None or len(variants) == 1 else out / name
         opened.append(open_run(backend, chosen, folder, name))
-    runs = [run.finish() for run in opened]
+    try:
+        runs = [run.finish() for run in opened]
+    except KeyboardInterrupt:
+        if out is not None:
+            kept, total = sum(len(run.store.records) for run in opened), sum(run.num_requests for run in opened)
+            say(f"{kept} of {total} requests are kept in {out}; the same command continues there")
+        raise
     varied = [name for name in VARIED if len(getattr(options, name, ())) > 1]
     if varied == ["drafter"]:
         varied.append("num_draft_tokens")  # each drafter's own maximum
@@ -55,6 +66,20 @@ def _check_folder(out: Path, several: bool) -> None:
         raise ValueError(f"--out {out} holds a single run; several runs need a folder of their own")
     if not several and any(out.glob(f"*/{SETTINGS_FILE}")):
         raise ValueError(f"--out {out} holds the runs of a comparison; a single run needs a folder of its own")
+
+
+def _say_extrapolation(settings: Sequence[EvalSettings], pairs: Sequence[Pair | None], most_requests: int) -> None:
+    """The same for all runs, which share the table: the most drafts of any."""
+    schedule = parse_schedule(settings[0].schedule)
+    if isinstance(schedule, ThroughputSchedule):
+        drafts = [
+            chosen.num_draft_tokens or pair.drafter.config.max_draft_tokens
+            for chosen, pair in zip(settings, pairs, strict=True)
+            if pair is not None and pair.drafter is not None
+        ]
+        if drafts:
+            requests = min(settings[0].batch_size, most_requests)
+            say_extrapolation(settings[0].schedule, schedule, requests, max(drafts))
 
 
 def list_variants(options: argparse.Namespace) -> dict[str, argparse.Namespace]:
@@ -135,9 +160,11 @@ def _open_backend(
 
 def report(options: argparse.Namespace) -> int:
     """`dspark report`."""
+    out = output_folder(options)
+    if out is not None:
+        check_output("--out", out)
     runs, varied = load_runs([Path(folder).expanduser() for folder in options.runs])
     comparison = compare_runs(runs, [*varied, *getattr(options, "allow_differences", [])])
-    out = output_folder(options)
     if out is not None and (out / SETTINGS_FILE).exists() and len(comparison.runs) > 1:
         raise ValueError(f"--out {out} is the folder of a single run, whose report would be lost; name another one")
     return _show(comparison, out, options)
@@ -175,10 +202,13 @@ def calibrate(options: argparse.Namespace) -> int:
             f"--drafter {path} is no folder here, so the calibration cannot lie beside it: name a file with --out"
         )
     out = Path(options.out) if hasattr(options, "out") else Path(path) / CALIBRATION_FILE
+    check_output("--out", out, is_file=True)
+    if out.exists() and not options.force:
+        raise ValueError(f"{_describe_existing(out)}; --force replaces it, --out FILE writes another file")
     runs, _ = load_runs([Path(folder) for folder in options.runs])
-    checks = [load_run(Path(folder), Path(folder).name) for folder in getattr(options, "check", [])]
+    checks, _ = load_runs([Path(folder) for folder in getattr(options, "check", [])])
     calibration, effects = fit_calibration(runs, path, getattr(options, "temperature", None))
-    effects += [effect for run in checks for effect in measure_scaling(run, calibration.scaling)]
+    effects += measure_scaling(checks, calibration.scaling)
     write_calibration(out, calibration)
     say(f"written: {out}")
     if options.json:
@@ -189,6 +219,15 @@ def calibrate(options: argparse.Namespace) -> int:
         print(f"{name}: " + " ".join(f"{value:.3f}" for value in values))
     print(_effects_table(effects))
     return 0
+
+
+def _describe_existing(path: Path) -> str:
+    """What would be lost with a file that stands where a calibration is to go."""
+    try:
+        num_requests = json.loads(path.read_text(encoding="utf-8"))["fitted_on"]["num_requests"]
+    except (ValueError, KeyError, TypeError):
+        return f"{path} exists, and is no calibration that dspark calibrate wrote"
+    return f"{path} exists, with a calibration that was fitted on {num_requests} requests"
 
 
 def _effects_table(effects: Sequence[Check]) -> str:

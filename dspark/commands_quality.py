@@ -16,10 +16,12 @@ from dspark.cli_paths import drafter_location, output_folder
 from dspark.commands import drafter_labels, eval_settings, load_pair
 from dspark.default import cache_folder
 from dspark.drafter import Drafter
-from dspark.evals.quality import QualityOptions, QualityRow, score_drafters, write_results
+from dspark.evals.datasets import check_datasets
+from dspark.evals.quality import QualityOptions, QualityRow, check_results_folder, score_drafters, write_results
 from dspark.evals.quality_report import format_quality
 from dspark.evals.requirements import check_positions, check_requirements, parse_requirement
 from dspark.evals.settings import EvalSettings
+from dspark.outputs import check_output
 from dspark.target import HFTarget
 from dspark.terminal import say
 
@@ -35,12 +37,18 @@ def quality(options: argparse.Namespace) -> int:
     lengths = tuple(getattr(options, "num_draft_tokens", ()))
     options = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "num_draft_tokens"})
     settings = eval_settings(options)  # a wrong value must not cost the loading of models
+    states = output_folder(options, "states") or cache_folder() / STATES_FOLDER
     scoring = QualityOptions(
         num_draft_tokens=lengths,
         ablate=tuple(getattr(options, "ablate", ())),
-        states=output_folder(options, "states") or cache_folder() / STATES_FOLDER,
+        states=states,
     )
     out = output_folder(options)
+    if out is not None:
+        check_output("--out", out)
+        check_results_folder(out)
+    check_output("--states", states)
+    check_datasets(settings.datasets, settings.limit)
     target, target_name, drafters = _load(options)
     longest = max(lengths, default=max(d.config.max_draft_tokens for d in drafters.values()))
     check_positions(requirements, longest)

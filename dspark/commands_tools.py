@@ -11,6 +11,7 @@ import torch
 
 from dspark.cli_paths import drafter_location
 from dspark.commands import Pair, given_options, load_named_target, load_pair
+from dspark.convert import check_destination
 from dspark.convert import convert as run_convert
 from dspark.cost import CostTable
 from dspark.evals import format_prompt, load_dataset
@@ -19,6 +20,7 @@ from dspark.evals.settings import describe_drafter, describe_target, library_ver
 from dspark.families import CheckpointError
 from dspark.families.container import local_folder, read_config
 from dspark.inspect import inspect_checkpoint
+from dspark.outputs import check_output
 from dspark.profile import ProfileSettings
 from dspark.profile import profile as run_profile
 from dspark.terminal import align, say
@@ -32,8 +34,7 @@ def profile(options: argparse.Namespace) -> int:
     if hasattr(options, "batch_size"):
         given["batch_sizes"] = tuple(options.batch_size)
     settings = ProfileSettings(**given)  # a wrong value must not cost the loading of two models
-    if not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no folder {Path(options.out).parent} to write the table to")
+    check_output("--out", Path(options.out), is_file=True)
     pair = load_pair(options)
     assert pair.drafter is not None, "only eval has --plain"
     if "batch_sizes" not in given and pair.target.device.type == "cuda":
@@ -62,11 +63,12 @@ def profile(options: argparse.Namespace) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """`dspark convert`."""
-    target = None
+    source, target = drafter_location(options.source), None
+    check_destination(source, options.destination, options.force)  # before a target is loaded
     if hasattr(options, "target"):
         target, _ = load_named_target(options.target, torch.float32, torch.device("cpu"))
     result = run_convert(
-        drafter_location(options.source),
+        source,
         options.destination,
         options.to,
         layout=getattr(options, "layout", None),

@@ -30,6 +30,7 @@ from dspark.families import CheckpointError, Findings, Layout
 from dspark.families.container import INDEX, SINGLE, local_folder
 from dspark.families.findings import refusal
 from dspark.families.target import TargetFacts
+from dspark.outputs import check_output
 
 Packaging = Literal["deepspec", "speculators"]
 FAMILY: dict[Packaging, str] = {"deepspec": "DeepSpec Qwen3", "speculators": "speculators"}
@@ -92,14 +93,7 @@ def convert(
     if verifier is not None and to != "speculators":
         raise ValueError(f"verifier={verifier!r}: only a speculators config names its target; leave it out for {to}")
     destination = Path(destination)
-    if not destination.parent.is_dir():
-        raise ValueError(f"{destination}: there is no folder {destination.parent} to make it in")
-    if destination.exists() and not destination.is_dir():
-        raise ValueError(f"{destination} is a file; give a folder")
-    if destination.exists() and not force:
-        raise ValueError(f"{destination} exists; give another folder, or --force to replace what is in it")
-    if destination.exists() and Path(source).exists() and destination.resolve() == Path(source).resolve():
-        raise ValueError(f"{destination} is the source itself: converting in place could lose it; give another folder")
+    check_destination(source, destination, force)
     findings = Findings()
     calibration, source_config, stored = open_checkpoint(source, target, layout, findings)
     dtype = stored_dtype(stored, findings)
@@ -121,6 +115,21 @@ def convert(
         files[CALIBRATION_FILE] = (local_folder(source) / CALIBRATION_FILE).read_text(encoding="utf-8")
     written = _write(destination, files, tensors, config, to)
     return Conversion(source_config.family, FAMILY[to], written, len(tensors), tuple(findings.notes))
+
+
+def check_destination(source: str | Path, destination: str | Path, force: bool) -> None:
+    """Refuse a destination that cannot be written, or that would lose what is there (ValueError)."""
+    destination = Path(destination)
+    if not destination.parent.is_dir():
+        raise ValueError(f"{destination}: there is no folder {destination.parent} to make it in")
+    if destination.exists() and not destination.is_dir():
+        raise ValueError(f"{destination} is a file; give a folder")
+    if destination.exists() and not force:
+        raise ValueError(f"{destination} exists; give another folder, or --force to replace what is in it")
+    if destination.exists() and Path(source).exists() and destination.resolve() == Path(source).resolve():
+        raise ValueError(f"{destination} is the source itself: converting in place could lose it; give another folder")
+    check_output("DST", destination)
+    check_output(f"DST {destination}: the folder above,", destination.parent)  # it is made beside its place
 
 
 def same_drafter(first: DrafterConfig, second: DrafterConfig) -> list[str]:

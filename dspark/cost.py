@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dspark.terminal import count
+
 FORMAT = "dspark step cost 1"
 T = TypeVar("T", float, np.ndarray)
 
@@ -88,6 +90,19 @@ class CostTable:
     def num_requests(self) -> tuple[int, ...]:
         """The numbers of requests that were timed, ascending."""
         return tuple(self._curves)
+
+    def describe_gap(self, num_requests: int, num_drafts: int) -> str | None:
+        """What a run of up to R requests, with up to K drafts each, needs beyond the points; None if nothing."""
+        fewest, most = self.num_requests[0], self.num_requests[-1]
+        drafts = int(min(rows[-1] for rows, _ in self._curves.values())) - 1
+        if fewest <= num_requests <= most and num_drafts <= drafts:
+            return None
+        return (
+            f"the cost table covers {fewest}..{most} requests with 0..{drafts} drafts each, and the run has up to "
+            f"{count(num_requests, 'request')} with up to {count(num_drafts, 'draft')}. Times beyond it are "
+            f"extrapolated: in proportion above {most} requests, as for {fewest} below, by the last slope in drafts. "
+            f"To have them measured, profile with --batch-size up to {num_requests} and --num-draft-tokens {num_drafts}"
+        )
 
     def step_seconds(self, num_requests: int, num_rows: np.ndarray) -> np.ndarray:
         """Times of drafted steps.

@@ -22,6 +22,7 @@ from dspark.loop import generate
 from dspark.sampling import SamplingParams
 from dspark.schedule import Schedule
 from dspark.target import HFTarget
+from dspark.terminal import count
 
 WARM_UP_STEPS = 2
 PLAIN = -1  # in place of a length: a step without drafter
@@ -97,7 +98,8 @@ def profile(
         seconds = time_steps(target, drafter, batch_size, longest, settings, clock)
         points += [_point(batch_size, kind, times) for kind, times in sorted(seconds.items())]
         full, plain = (np.median(seconds[kind]) * 1e3 for kind in (longest, PLAIN))
-        report(f"{batch_size} requests: {plain:.1f} ms a plain step, {full:.1f} ms with {longest} drafts verified")
+        requests, drafts = count(batch_size, "request"), count(longest, "draft")
+        report(f"{requests}: {plain:.1f} ms a plain step, {full:.1f} ms with {drafts} verified")
     return CostTable(tuple(points), asdict(settings) | {"num_draft_tokens": longest})
 
 

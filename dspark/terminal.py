@@ -76,6 +76,11 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def count(number: int, noun: str) -> str:
+    """A number of things, as in "1 step" and "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def align(rows: Sequence[Sequence[str]], indent: str = "", right: bool = False) -> str:
     """Rows of cells as a table, columns two blanks apart and flush left, or flush right for numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -89,10 +94,10 @@ def acceptance_lines(figures: "Acceptance") -> list[str]:
     if not figures.num_steps:
         return ["no step: the first token, which prefill gives, ended the text"]
     per_step = _figure(figures.tokens_per_step.value)
-    lines = [f"{figures.num_committed} tokens in {figures.num_steps} steps: {per_step} per step"]
+    lines = [f"{count(figures.num_committed, 'token')} in {count(figures.num_steps, 'step')}: {per_step} per step"]
     if figures.num_offered:
         share = figures.num_accepted / figures.num_offered
-        lines[0] += f"; {figures.num_accepted} of {figures.num_offered} drafts accepted ({share:.0%})"
+        lines[0] += f"; {figures.num_accepted} of {count(figures.num_offered, 'draft')} accepted ({share:.0%})"
     table = [
         ("draft position", [str(rates.position + 1) for rates in figures.positions]),
         ("steps that reached it", [str(rates.num_reached) for rates in figures.positions]),

@@ -10,10 +10,15 @@ was applied and is part of every result.
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dspark.terminal import count
+
+log = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).parent / "data"
 EXPECTED_ROW = 'expected one JSON object a line, {"prompt": "text"} or {"turns": ["first turn", ...]}'
@@ -82,6 +87,22 @@ def load_datasets(names: Sequence[str], limit: int | None = None) -> list[Datase
     if len(set(found)) < len(found):
         raise ValueError(f"two data sets have the same name, so their rows could not be told apart: {', '.join(found)}")
     return datasets
+
+
+def check_datasets(names: Sequence[str], limit: int | None = None) -> int:
+    """Read sets before models are loaded for them, so that faults cost nothing; says where a set is below its limit.
+
+    Returns:
+        Prompts of the longest, within the limit.
+
+    Raises:
+        ValueError: as `load_datasets`.
+    """
+    sizes = {dataset.name: len(dataset.prompts) for dataset in load_datasets(names, limit)}
+    for name, size in sizes.items():
+        if limit is not None and size < limit:
+            log.info("--limit %s: %s has only %s, and all are taken", limit, name, count(size, "prompt"))
+    return max(sizes.values())
 
 
 def find_dataset(name_or_path: str | Path) -> Path:

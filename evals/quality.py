@@ -190,15 +190,20 @@ def _rows(
     ]
 
 
+def check_results_folder(folder: Path) -> None:
+    """Refuse a folder of `dspark eval`, whose results of the same name would be lost (ValueError)."""
+    if (folder / RECORDS_FILE).exists():
+        raise ValueError(f"{folder} holds a run of dspark eval, and its {RESULTS_FILE} would be lost; choose another")
+
+
 def write_results(folder: Path, rows: Sequence[QualityRow], requirements: Sequence[Any] = ()) -> None:
     """Write results.json: rows with their settings, timing, and what was required of them.
 
     Raises:
-        ValueError: the folder belongs to a run of `dspark eval`, whose results of the same name would be lost.
+        ValueError: see `check_results_folder`.
     """
+    check_results_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / RECORDS_FILE).exists():
-        raise ValueError(f"{folder} holds a run of dspark eval, and its {RESULTS_FILE} would be lost; choose another")
     timing = [{"row": row.name, "anchors": row.quality.num_anchors, "seconds": row.seconds} for row in rows]
     results = {"command": "quality", "rows": [row.to_dict() for row in rows], "requirements": requirements}
     write_json(folder / RESULTS_FILE, results | {"timing": timing})

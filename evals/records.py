@@ -7,6 +7,7 @@ request runs again.
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from tqdm import tqdm
 from dspark.evals.datasets import Dataset, Prompt, PromptFormat, format_prompt, prompt_sha256
 from dspark.evals.settings import EvalSettings, request_seed
 from dspark.records import FinishReason, Generation, StepRecord
+
+log = logging.getLogger(__name__)
 
 SETTINGS_FILE = "settings.json"
 RECORDS_FILE = "records.jsonl"
@@ -167,15 +170,16 @@ class RecordStore:
         path = folder / RECORDS_FILE
         self.records, num_bytes = read_records(path)
         if path.exists() and num_bytes < path.stat().st_size:
+            log.info("%s: its last line was torn by an interruption and is dropped; that request runs again", path)
             with path.open("r+b") as file:
                 file.truncate(num_bytes)
 
     def add(self, record: RequestRecord) -> None:
         """Keep a finished request; on disk before this returns to the caller's loop."""
-        self.records[record.key] = record
         if self.folder is not None:
             with (self.folder / RECORDS_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(record)) + "\n")
+        self.records[record.key] = record
 
     def missing(self, requests: Sequence[Request]) -> list[Request]:
         """Those without a record.

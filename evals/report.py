@@ -33,8 +33,8 @@ def format_comparison(comparison: Comparison) -> str:
         lines.append(f"  {name}: {', '.join(pairs)}")
     for d in paired_differences(runs):
         lines.append(
-            f"{d.run} against {d.baseline}, {d.dataset} T={d.temperature:g}, same requests: "
-            f"{number(d.tokens_per_step, interval=True)} tokens/step more, ratio {number(d.ratio, interval=True)}"
+            f"{d.run} against {d.baseline}, {d.dataset} T={d.temperature:g}, same requests: tokens per step differ by "
+            f"{number(d.tokens_per_step, interval=True, sign='+')}, ratio {number(d.ratio, interval=True)}"
         )
     notes = dict.fromkeys(f"{run.name}: {describe_settings(row)}" for run in runs for row in run.rows)
     return "\n".join([*lines, "", *notes])
@@ -80,11 +80,15 @@ def _cells(row: ResultRow | MacroRow, in_full: bool) -> list[str]:
         *counts,
         number(figures.tokens_per_step, interval=True),
         number(figures.tokens_per_step_macro, interval=in_full),
-        row.label if nothing_drafted else number(figures.acceptance_rate, interval=in_full),
+        _nothing_drafted(row) if nothing_drafted else number(figures.acceptance_rate, interval=in_full),
         *(" ".join(map(number, rates)) or MISSING for rates in by_position),
         number(figures.ece, 3, interval=in_full),
         loops,
     ]
+
+
+def _nothing_drafted(row: ResultRow) -> str:
+    return PLAIN if row.label == PLAIN else "no drafts were verified"
 
 
 def describe_settings(row: ResultRow) -> str:

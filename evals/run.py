@@ -8,6 +8,7 @@ tokens do not depend on what else is in the batch; in narrower types a near-tie 
 interruption changed the batches.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from dspark.evals.records import RecordStore, Request, list_requests, run_reques
 from dspark.evals.rows import NOT_TIMED, ResultRow, Timing
 from dspark.evals.settings import EvalSettings, describe_run
 from dspark.target import HFTarget
+
+log = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -58,6 +61,11 @@ class OpenRun:
     datasets: list[Dataset]
     prompt_format: PromptFormat
     store: RecordStore
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the whole run, those that the folder has included."""
+        return sum(len(dataset.prompts) for dataset in self.datasets) * len(self.settings.temperatures)
 
     def finish(self, progress: bool = True) -> Run:
         """Run every request that the folder lacks, write results.json, and give the records of all."""
@@ -101,4 +109,9 @@ def open_run(backend: Backend, settings: EvalSettings, out_dir: str | Path | Non
     prompt_format = resolve_prompt_format(backend, settings.prompt_mode, settings.thinking)
     description = describe_run(backend.describe(), settings, datasets, prompt_format)
     store = RecordStore(None if out_dir is None else Path(out_dir), description)
-    return OpenRun(name, backend, settings, datasets, prompt_format, store)
+    run = OpenRun(name, backend, settings, datasets, prompt_format, store)
+    kept, total = len(store.records), run.num_requests
+    if kept:
+        rest = "the run was complete, and nothing is run again" if kept == total else "the run continues"
+        log.info("%s of %s requests are already there in %s: %s", kept, total, out_dir, rest)
+    return run

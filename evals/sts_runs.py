@@ -7,7 +7,7 @@ it.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -86,19 +86,25 @@ def fit_calibration(
         },
     )
     checks = [Check("all that were fitted, other half", None, effect)]
-    for run in runs:
-        checks += measure_scaling(run, scaling, half=1)
-    return calibration, checks
+    return calibration, checks + measure_scaling(runs, scaling, half=1)
 
 
-def measure_scaling(run: Run, scaling: Scaling, half: int | None = None) -> list[Check]:
-    """The effect of a scaling on every cell of a run, and on all data sets of a temperature together.
+def measure_scaling(runs: Sequence[Run], scaling: Scaling, half: int | None = None) -> list[Check]:
+    """The effect of a scaling on every cell of each run, and on all its data sets of a temperature together.
 
     Args:
-        run: a finished run with confidences.
+        runs: finished runs with confidences; where there are several, names of checks begin with the run's.
         scaling: of every draft position.
         half: 0 or 1 takes the prompts with an even or odd index; None takes all.
     """
+    return [
+        replace(check, name=f"{run.name}: {check.name}") if len(runs) > 1 else check
+        for run in runs
+        for check in _measure_run(run, scaling, half)
+    ]
+
+
+def _measure_run(run: Run, scaling: Scaling, half: int | None) -> list[Check]:
     sets: dict[float, dict[str, list[list[StepRecord]]]] = defaultdict(dict)
     for (dataset, temperature), records in run.cells.items():
         part = [record for record in records if half is None or record.index % 2 == half]

@@ -1,7 +1,8 @@
 """Write a prompt set of filled-in requests, in the form that `dspark eval --dataset` reads.
 
     python scripts/write_prompts.py --out /tmp/fit.jsonl --count 480
-    dspark eval --dataset /tmp/fit.jsonl --temperature 1 --batch-size 120 --out /tmp/fit && dspark calibrate /tmp/fit
+    dspark eval --dataset /tmp/fit.jsonl --temperature 1 --batch-size 120 --out /tmp/fit
+    dspark calibrate /tmp/fit --force
 
 The requests come from the templates of the training data (`prompts.py`) with another seed, so they are like what the
 drafter was trained on and none is from an evaluation set: what is fitted on them can be measured on those sets.

@@ -82,6 +82,12 @@ def test_figures_of_two_steps_by_hand():
     assert [line.split()[-2:] for line in lines[1:]] == [["1", "2"], ["2", "1"], ["0.50", "1.00"], ["0.60", "0.80"]]
 
 
+def test_one_of_a_kind_is_singular():
+    steps = [StepRecord(position=5, num_offered=1, num_accepted=0, num_committed=1, accept_probs=(0.3,))]
+    line = acceptance_lines(measure_acceptance([steps]))[0]
+    assert line == "1 token in 1 step: 1.00 per step; 0 of 1 draft accepted (0%)"
+
+
 def test_a_text_that_prefill_ended_has_no_step():
     assert acceptance_lines(measure_acceptance([[]])) == [
         "no step: the first token, which prefill gives, ended the text"

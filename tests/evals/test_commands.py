@@ -13,8 +13,10 @@ from tiny_target import write_counting_pair
 from dspark.checkpoint import load_drafter
 from dspark.cli import main
 from dspark.confidence import CALIBRATION_FILE
+from dspark.cost import CostPoint, CostTable
 from dspark.default import TARGET_VARIABLE
 from dspark.evals import document
+from dspark.evals.records import RecordStore
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ class TestCells:
         rows = [line.split()[:6] for line in said.out.splitlines() if re.match(r"K=\d +mine ", line)]
         assert [(row[0], row[5]) for row in rows] == [("K=1", "2.00"), ("K=3", "4.00")]
         assert "compared: num_draft_tokens" in said.out
-        assert "K=3 against K=1, mine T=0, same requests: 2.00 [2.00, 2.00] tokens/step more" in said.out
+        assert "K=3 against K=1, mine T=0, same requests: tokens per step differ by +2.00 [+2.00, +2.00]" in said.out
         assert f"report: {tmp_path / 'report.md'}; plots were not drawn" in said.err
         assert results(tmp_path)["comparison"]["fields"] == {"num_draft_tokens": [1, 3]}
         assert {path.name for path in tmp_path.iterdir()} == {"K=1", "K=3", "results.json", "report.md"}
@@ -112,7 +114,7 @@ class TestCells:
         lengths = ["--num-draft-tokens", "1", "--num-draft-tokens", "3"]
         command = [*flags, "--drafter", models[1], *lengths, "--temperature", "0", "--out", str(tmp_path)]
         assert run("eval", *command) == 130
-        capsys.readouterr()
+        assert f"0 of 4 requests are kept in {tmp_path}; the same command continues there" in capsys.readouterr().err
         assert run("report", str(tmp_path)) == 2
         message = f"{tmp_path / 'K=1'} is not finished: 0 of 2 requests of mine at temperature 0"
         assert message in capsys.readouterr().err
@@ -126,6 +128,54 @@ class TestCells:
         assert report["compared"] == "drafter"
         assert [row["run"] for row in report["rows"]] == ["drafter (1)", "drafter (2)"]
         assert report["rows"][0]["acceptance"] == report["rows"][1]["acceptance"]
+
+    def test_an_interrupted_run_says_what_is_kept(self, models, flags, tmp_path, capsys, monkeypatch):
+        def kept_one(records, record, add=RecordStore.add):
+            add(records, record)
+            raise KeyboardInterrupt
+
+        command = ["eval", *flags, "--drafter", models[1], "--temperature", "0", "--out", str(tmp_path / "out")]
+        with monkeypatch.context() as patch:
+            patch.setattr(RecordStore, "add", kept_one)
+            assert run(*command) == 130
+        assert f"1 of 2 requests are kept in {tmp_path / 'out'}; the same command continues" in capsys.readouterr().err
+        assert run(*command) == 0
+        assert "1 of 2 requests are already there in" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("drafts", "noticed"),
+        [
+            pytest.param(2, False, id="covered"),
+            pytest.param(4, True, id="more-drafts"),
+        ],
+    )
+    def test_a_run_beyond_its_cost_table_is_noticed(self, models, flags, drafts, noticed, tmp_path, capsys):
+        points = [CostPoint(size, 1 + k, True, 1.0 + k, 1, 1, 3) for size in (1, 2) for k in range(3)]
+        table = CostTable((*points, *(CostPoint(size, 1, False, 1.0, 1, 1, 3) for size in (1, 2))), {})
+        table.save(tmp_path / "cost.json")
+        drafting = ["--num-draft-tokens", str(drafts), "--schedule", str(tmp_path / "cost.json")]
+        assert run("eval", *flags, "--drafter", models[1], "--temperature", "0", *drafting) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if "the cost table covers" in line]
+        assert len(lines) == noticed
+        if noticed:
+            assert (
+                "1..2 requests with 0..2 drafts each, and the run has up to 2 requests with up to 4 drafts" in lines[0]
+            )
+
+    def test_so_is_one_of_generate(self, models, tmp_path, capsys):
+        points = (CostPoint(1, 1, True, 1.0, 1, 1, 3), CostPoint(1, 1, False, 1.0, 1, 1, 3))
+        CostTable(points, {}).save(tmp_path / "cost.json")
+        pair = ["--target", models[0], "--drafter", models[1], "--max-new-tokens", "4"]
+        assert run("generate", "--prompt", "A", *pair, "--schedule", str(tmp_path / "cost.json")) == 0
+        assert "covers 1..1 requests with 0..0 drafts each, and the run has up to 1 request" in capsys.readouterr().err
+
+    def test_a_damaged_prompt_set_costs_no_loading(self, models, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr("dspark.commands_eval.load_pair", lambda *_: pytest.fail("models were loaded"))
+        (tmp_path / "torn.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
+        command = ["--dataset", str(tmp_path / "torn.jsonl"), "--out", str(tmp_path / "out")]
+        assert run("eval", "--target", models[0], "--drafter", models[1], *command) == 2
+        assert "torn.jsonl:2: not valid JSON" in capsys.readouterr().err.splitlines()[-1]
+        assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize(
         ("extra", "message"),
@@ -206,7 +256,7 @@ class TestCalibrate:
         assert row["acceptance"]["positions"][0]["conditional"] == before["acceptance"]["positions"][0]["conditional"]
         expected = check["effect"]["brier"]["after"]["value"]
         assert row["acceptance"]["calibration"]["brier"]["value"] == pytest.approx(expected, abs=1e-6)
-        assert run("calibrate", str(out), "--drafter", str(copy), "--json") == 0
+        assert run("calibrate", str(out), "--drafter", str(copy), "--force", "--json") == 0
         refitted = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert np.log(refitted["temperatures"]) == pytest.approx(np.log(scaling["temperatures"]), abs=1e-3)
         assert refitted["offsets"] == pytest.approx(scaling["offsets"], abs=1e-3)
@@ -243,6 +293,27 @@ class TestCalibrate:
         assert run("calibrate", str(copy), "--drafter", sampled[1], "--out", str(tmp_path / "c.json")) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
         assert not (tmp_path / "c.json").exists()
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            pytest.param('{"fitted_on": {"num_requests": 480}}', "fitted on 480 requests", id="calibration"),
+            pytest.param("notes", "is no calibration that dspark calibrate wrote", id="something-else"),
+        ],
+    )
+    def test_what_is_there_is_replaced_only_with_force(self, sampled, content, said, tmp_path, capsys, monkeypatch):
+        out = tmp_path / "c.json"
+        out.write_text(content)
+        command = ["calibrate", sampled[0], "--drafter", sampled[1], "--out", str(out)]
+        with monkeypatch.context() as patch:
+            patch.setattr("dspark.commands_eval.fit_calibration", lambda *_: pytest.fail("it was fitted"))
+            assert run(*command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+        assert "--force replaces it" in line
+        assert out.read_text() == content
+        assert run(*command, "--force") == 0
+        assert json.loads(out.read_text())["fitted_on"]["num_requests"] == 12
 
     @pytest.mark.parametrize("wanted", [["1"], ["20", "--temperature", "1"]])
     def test_a_temperature_that_was_not_run(self, sampled, wanted, tmp_path, capsys):

@@ -9,6 +9,7 @@ from tokenizers import processors
 
 from dspark.evals.datasets import (
     PromptFormat,
+    check_datasets,
     format_prompt,
     load_dataset,
     packaged_datasets,
@@ -147,3 +148,12 @@ def test_formats_that_nothing_would_apply_are_refused(subject, options, message)
 
 def test_prompt_digest_tells_token_boundaries_apart():
     assert prompt_sha256([1, 23]) != prompt_sha256([12, 3])
+
+
+def test_a_limit_above_the_size_of_a_set_is_said(tmp_path, caplog):
+    path = write(tmp_path, '{"prompt": "a"}', '{"prompt": "b"}')
+    with caplog.at_level("INFO"):
+        assert check_datasets([str(path)], 2) == 2
+        assert caplog.messages == []
+        assert check_datasets([str(path)], 40) == 2
+    assert caplog.messages == [f"--limit 40: {path.stem} has only 2 prompts, and all are taken"]

@@ -76,7 +76,12 @@ class TestPage:
         assert len(rows_of_table(text, "Against short")) == 3
         printed = format_comparison(comparison)
         assert "compared: num_draft_tokens\n  num_draft_tokens: 2 (short), 3 (long)" in printed
-        assert "long against short, math T=0, same requests" in printed
+        change = next(line for line in printed.splitlines() if line.startswith("long against short, math T=0"))
+        assert re.search(
+            r"same requests: tokens per step differ by \+\d\.\d\d \[[-+]\d\.\d\d, \+\d\.\d\d\], ratio 1", change
+        )
+        reversed_order = format_comparison(compare_runs(runs[::-1], ["num_draft_tokens"]))
+        assert re.search(r"short against long, math T=0, .* tokens per step differ by -\d\.\d\d \[", reversed_order)
 
     def test_missing_plots_are_said_with_the_remedy(self, tmp_path):
         assert "pip install 'dspark[plots]'" in (write_report(tmp_path, compare_runs([coin_run()])) or "")
@@ -113,6 +118,15 @@ def test_the_printed_table_ends_with_the_means_of_the_sets():
     lines = format_table(run.rows, run.macro_rows).splitlines()
     assert lines[3].startswith("mean of 2")
     assert f"{run.macro_rows[0].tokens_per_step.value:.2f} [" in lines[3]
+
+
+def test_a_run_in_which_the_schedule_verified_nothing_says_so():
+    described = coin_run(temperatures=(1.0,), num_prompts=3).description
+    cells = {("math", 1.0): [record("math", 1.0, i, [step(0, 0)] * 5) for i in range(3)]}
+    row = Run("run", described, cells).rows[0]
+    printed = format_table([row])
+    assert "no drafts were verified" in printed
+    assert row.label not in printed
 
 
 @needs_matplotlib

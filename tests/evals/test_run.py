@@ -104,7 +104,7 @@ def test_request_seeds_depend_on_all_three_and_fit_int64():
 
 
 @pytest.mark.parametrize("finished", [0, 1, 4])
-def test_an_interrupted_run_continues_to_the_same_rows(target, drafter, prompts, tmp_path, fake, finished):
+def test_an_interrupted_run_continues_to_the_same_rows(target, drafter, prompts, tmp_path, fake, finished, caplog):
     settings = settings_for(prompts)
     fake()
     whole = evaluate(target, drafter, settings, tmp_path / "whole", progress=False)
@@ -113,28 +113,36 @@ def test_an_interrupted_run_continues_to_the_same_rows(target, drafter, prompts,
         evaluate(target, drafter, settings, tmp_path / "cut", progress=False)
     assert not (tmp_path / "cut" / "results.json").exists()
     generate = fake()
-    continued = evaluate(target, drafter, settings, tmp_path / "cut", progress=False)
+    with caplog.at_level("INFO"):
+        continued = evaluate(target, drafter, settings, tmp_path / "cut", progress=False)
+    said = f"{finished} of 12 requests are already there in {tmp_path / 'cut'}: the run continues"
+    assert caplog.messages == ([said] if finished else [])
     assert [len(call["prompts"]) for call in generate.calls] == [6 - finished, 6]
     assert continued == whole
     assert results(tmp_path / "cut")["rows"] == results(tmp_path / "whole")["rows"]
 
 
-def test_a_finished_run_is_read_and_not_run_again(target, drafter, prompts, tmp_path, fake):
+def test_a_finished_run_is_read_and_not_run_again(target, drafter, prompts, tmp_path, fake, caplog):
     fake()
     first = evaluate(target, drafter, settings_for(prompts), tmp_path / "out", progress=False)
     generate = fake()
-    assert evaluate(target, drafter, settings_for(prompts), tmp_path / "out", progress=False) == first
+    with caplog.at_level("INFO"):
+        assert evaluate(target, drafter, settings_for(prompts), tmp_path / "out", progress=False) == first
     assert generate.calls == []
+    (said,) = caplog.messages
+    assert said.endswith(": the run was complete, and nothing is run again")
 
 
-def test_a_torn_last_line_is_dropped_and_its_request_runs_again(target, drafter, prompts, tmp_path, fake):
+def test_a_torn_last_line_is_dropped_and_its_request_runs_again(target, drafter, prompts, tmp_path, fake, caplog):
     fake()
     whole = evaluate(target, drafter, settings_for(prompts), tmp_path / "out", progress=False)
     records = tmp_path / "out" / "records.jsonl"
     data = records.read_bytes()
     records.write_bytes(data[:-40])
     generate = fake()
-    assert evaluate(target, drafter, settings_for(prompts), tmp_path / "out", progress=False) == whole
+    with caplog.at_level("INFO"):
+        assert evaluate(target, drafter, settings_for(prompts), tmp_path / "out", progress=False) == whole
+    assert caplog.messages[0].startswith(f"{records}: its last line was torn")
     assert [len(call["prompts"]) for call in generate.calls] == [1]
     assert records.read_bytes() == data
 

@@ -67,3 +67,11 @@ def test_requests_without_a_value_are_left_out_of_a_mean():
     estimate = Bootstrap(3).mean(np.array([1.0, np.nan, 3.0]))
     assert estimate.value == 2.0
     assert 1.0 <= estimate.low <= estimate.high <= 3.0
+
+
+def test_an_interval_holds_its_figure_where_resampling_only_adds_error():
+    """Signs that cancel on the data, and in no resample."""
+    signs = np.array([1.0, -1.0] * 5)
+    bootstrap = Bootstrap(10)
+    assert bootstrap.estimate(0.0, np.abs(bootstrap.weights @ signs) + 0.5).low == 0.0
+    assert bootstrap.estimate(5.0, np.full(2000, 3.0)) == Estimate(5.0, 3.0, 5.0)

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from runs import coin_run
 from step_records import coin_steps, step
 
 from dspark.confidence import Scaling
 from dspark.evals.acceptance import measure_acceptance
 from dspark.evals.sts import MIN_LABELS, TEMPERATURE_RANGE, fit_sts, scale_steps, scaling_effect, undo_scaling
+from dspark.evals.sts_runs import measure_scaling
 
 SCALING = Scaling((2.0, 0.6, 1.5), (0.4, -0.8, 0.3))
 
@@ -255,3 +257,22 @@ def test_too_little_to_fit_on_is_refused(requests, num_positions, message):
 def test_more_drafts_than_temperatures_are_refused():
     with pytest.raises(ValueError, match="a step has 2 drafts, and there are 1 temperatures"):
         scale_steps([[step(2, 1, confidence=(0.5, 0.5))]], Scaling((1.0,), (0.0,)))
+
+
+def test_the_interval_of_a_small_ece_holds_it():
+    """A calibrated head on few requests, where resampled ECE lies above that of the data for most seeds."""
+    for seed in range(8):
+        requests = [steps_with(temperatures_only(1.0), 60, seed=100 * seed + i) for i in range(12)]
+        effect = scaling_effect(requests, temperatures_only(1.0))
+        for estimate in (effect.ece.before, effect.ece.change, measure_acceptance(requests).calibration.ece):
+            assert estimate.low <= estimate.value <= estimate.high
+
+
+def test_checks_of_several_runs_name_theirs():
+    runs = [coin_run(name, coins=i, temperatures=(1.0,)) for i, name in enumerate(("warm", "long"))]
+    scaling = temperatures_only(1.0, 1.0, 1.0)
+    assert [check.name for check in measure_scaling(runs, scaling, half=1)] == [
+        "warm: math, other half",
+        "long: math, other half",
+    ]
+    assert [check.name for check in measure_scaling(runs[:1], scaling)] == ["math"]
