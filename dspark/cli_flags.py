@@ -9,6 +9,7 @@ WITH_ENDPOINT = dict.fromkeys(
     ("drafter", "plain", "layout", "dtype", "device", "num_draft_tokens", "drafting", "schedule"),
     "the server was started with its own",
 )
+WITH_PLAIN = {"schedule": "it chooses how many drafts to verify, and without a drafter there are none"}
 WITH_ENGINE = {
     "layout": "inside vLLM a checkpoint has to state its layout",
     "device": "vLLM runs on the device that it was built for",
@@ -26,37 +27,46 @@ def add_json_flag(parser: Any) -> None:
     add_switch(parser, "--json", "one line of JSON on stdout")
 
 
-def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
-    """Prompts, and what makes rows of a table."""
+def add_evaluation_flags(parser: argparse.ArgumentParser, batch_size: str) -> None:
+    """Prompts, and what makes rows of a table; `batch_size` is its default in words."""
     parser.add_argument(
         "--dataset",
         **SEVERAL,
         metavar="NAME|FILE",
-        help="packaged prompt sets, or JSON Lines files with a prompt a line; default: the set `default`",
+        help="packaged prompt sets, or JSON Lines files with a prompt a line; one or more; default: the set `default`",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of each set")
-    parser.add_argument("--temperature", **SEVERAL, type=float, metavar="T", help="a row each; default: 0 and 1")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N prompts of each set; default: all of them"
+    )
+    parser.add_argument(
+        "--temperature", **SEVERAL, type=float, metavar="T", help="one or more, a row each; default: 0 and 1"
+    )
     parser.add_argument(
         "--num-draft-tokens",
         **SEVERAL,
         type=int,
         metavar="K",
-        help="drafts a step, a row each; default: all that the drafter was trained for",
+        help="drafts a step, one or more, a row each; default: all that the drafter was trained for",
     )
-    parser.add_argument("--batch-size", type=int, metavar="B", help="requests that are decoded together")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="B", help=f"requests that are decoded together; default: {batch_size}"
+    )
 
 
 def add_pair_flags(parser: argparse.ArgumentParser, **drafter: Any) -> None:
     """Both models by name, with layout, dtype and device; `drafter` are options of that flag."""
     group = parser.add_argument_group("models")
     group.add_argument(
-        "--target", metavar="TARGET", help="folder, GGUF file or Hub id of the target; default: embedded"
+        "--target",
+        metavar="TARGET",
+        help="folder, GGUF file or Hub id of the target, or the word embedded, the default",
     )
     group.add_argument(
         "--drafter",
         **drafter,
         metavar="DRAFTER",
-        help="folder or Hub id of the drafter, or the word embedded, the default" + "; a run each" * bool(drafter),
+        help="folder or Hub id of the drafter, or the word embedded, the default"
+        + "; one or more, a run each" * bool(drafter),
     )
     add_layout_flag(group)
     add_precision_flags(group)
@@ -89,12 +99,13 @@ def add_layout_flag(group: Any) -> None:
     group.add_argument(
         "--layout",
         choices=("anchor", "fill"),
-        help="block layout, for checkpoints that do not state it: the anchor's row drafts, or only the rows after it",
+        help="block layout, for checkpoints that do not state it: the anchor's row drafts, or only the rows after it; "
+        "default: as the checkpoint states or, where it does not, as its packaging has it",
     )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Schedule and sampling."""
+def add_sampling_flags(parser: argparse.ArgumentParser, seed: str) -> None:
+    """Schedule and sampling; `seed` is its default in words."""
     group = parser.add_argument_group("drafting and sampling")
     group.add_argument(
         "--schedule",
@@ -102,23 +113,30 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         help="choose in each step how many drafts to verify: by a cost table of `dspark profile`, or while the chance "
         "that they survive is at least P; default: all of them",
     )
-    add_distribution_flags(group)
+    add_distribution_flags(group, seed)
 
 
-def add_distribution_flags(group: Any) -> None:
-    """What drafts and tokens are drawn from."""
+def add_distribution_flags(group: Any, seed: str) -> None:
+    """What drafts and tokens are drawn from; `seed` is its default in words."""
     group.add_argument(
         "--drafting",
         choices=("probabilistic", "greedy"),
         help="draw drafts from the drafter's distribution (default), or take its most likely tokens; lossless both",
     )
-    group.add_argument("--top-k", type=int, metavar="N", help="keep the N most likely tokens; 0 keeps all")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the most likely tokens up to this mass")
+    group.add_argument("--top-k", type=int, metavar="N", help="keep the N most likely tokens; default: 0, all of them")
     group.add_argument(
-        "--min-p", type=float, metavar="P", help="keep tokens above this share of the largest probability"
+        "--top-p", type=float, metavar="P", help="keep the most likely tokens up to this mass; default: 1, all of them"
     )
-    group.add_argument("--seed", type=int, metavar="N", help="of the random numbers")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit")
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="keep tokens above this share of the largest probability; default: 0, all of them",
+    )
+    group.add_argument("--seed", type=int, metavar="N", help=f"of the random numbers; default: {seed}")
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="length limit, end-of-text included; default: 256"
+    )
 
 
 def check_backend_flags(options: argparse.Namespace) -> None:
@@ -128,6 +146,8 @@ def check_backend_flags(options: argparse.Namespace) -> None:
         ValueError: with the flag, the one that it contradicts, and what to do.
     """
     chosen = getattr(options, "backend", None)
+    if getattr(options, "plain", False):
+        _refuse(options, "--plain", WITH_PLAIN)
     if hasattr(options, "endpoint"):
         if chosen is not None:
             raise ValueError(f"--endpoint asks a running server, so --backend {chosen} says nothing: leave one out")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dspark.config import HUB_ID
-from dspark.default import TARGET_VARIABLE, default_drafter_path, local_target
+from dspark.default import TARGET_VARIABLE, default_drafter_path, local_target, resolve_default_target
 from dspark.evals.datasets import find_dataset
 
 EMBEDDED = "embedded"  # the word for a model of the embedded pair
@@ -17,11 +17,13 @@ HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of targets: some hav
 
 def name_models(options: argparse.Namespace) -> None:
     """Give models that were named by position the names of the flags: `target`, absent for the embedded one, and
-    `drafter`, of `dspark quality` a list.
+    `drafter`, of `dspark quality` a list. A server's tokenizer that is named `embedded` becomes that target's folder.
 
     Raises:
         ValueError: a drafter is missing, or there are several where one is expected.
     """
+    if hasattr(options, "endpoint") and getattr(options, "target", None) == EMBEDDED:
+        options.target = str(resolve_default_target().folder)
     if not hasattr(options, "models"):
         return
     target, drafters = named_models(options.models, getattr(options, "target", None))
@@ -40,12 +42,20 @@ def named_models(models: Sequence[str], target: str | None) -> tuple[str, list[s
         target: value of --target.
     """
     if target is not None:
+        if not models and target == EMBEDDED:
+            return EMBEDDED, [EMBEDDED]
         if not models:
             raise ValueError(f"--target {target} needs a drafter: name one or more behind it")
         return target, list(models)
     if len(models) < 2:
         return EMBEDDED, list(models) or [EMBEDDED]
     return models[0], list(models[1:])
+
+
+def named_target(options: argparse.Namespace) -> str | None:
+    """The target that --target names; None without it and for the word `embedded`."""
+    target = getattr(options, "target", None)
+    return None if target == EMBEDDED else target
 
 
 def check_paths(options: argparse.Namespace) -> None:
@@ -56,7 +66,7 @@ def check_paths(options: argparse.Namespace) -> None:
     """
     for drafter in _drafters(options):
         drafter_location(drafter)
-    target = getattr(options, "target", None)
+    target = named_target(options)
     if target is None and options.command in USING_A_TARGET and not hasattr(options, "endpoint"):
         target = os.environ.get(TARGET_VARIABLE)
     if target and (Path(target).expanduser().exists() or not HUB_MODEL.fullmatch(target)):
@@ -88,7 +98,7 @@ def _drafters(options: argparse.Namespace) -> list[str | None]:
 
 def find_drafter(options: argparse.Namespace) -> str | None:
     """Folder or Hub id of the drafter; None with --plain."""
-    target_name, drafter_path = getattr(options, "target", None), getattr(options, "drafter", None)
+    target_name, drafter_path = named_target(options), getattr(options, "drafter", None)
     if getattr(options, "plain", False):
         return None
     if target_name is not None and drafter_path is None:

@@ -235,7 +235,13 @@ def variant(base: Drafter, config: DrafterConfig | None = None, **modules: nn.Mo
 
 def check_num_draft_tokens(config: DrafterConfig, num_draft_tokens: int) -> None:
     """Refuse a K that the drafter was not trained for (ValueError)."""
-    if not 1 <= num_draft_tokens <= config.max_draft_tokens:
+    if num_draft_tokens < 1:
+        raise ValueError(
+            f"num_draft_tokens={num_draft_tokens} is outside 1..{config.max_draft_tokens}: nothing would be drafted, "
+            "and every step would be a plain one with the drafter's cost on top; leave it out for all that the drafter "
+            "was trained for"
+        )
+    if num_draft_tokens > config.max_draft_tokens:
         layout = "anchor-first" if config.anchor_first else "1+N"
         raise ValueError(
             f"num_draft_tokens={num_draft_tokens} is outside 1..{config.max_draft_tokens}: the drafter was trained "

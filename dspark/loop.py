@@ -124,8 +124,8 @@ def check_schedule(schedule: Schedule | None, drafter: Drafter | None) -> None:
         return
     lacking = "without a drafter" if drafter is None else "for a drafter without confidence head"
     raise ValueError(
-        f"a schedule ({type(schedule).__name__}) {lacking}: lengths are chosen by the confidence of each draft, and "
-        "there is none; leave --schedule (schedule= in Python) out"
+        f"--schedule (schedule= in Python) {lacking}: it chooses by the confidence of each draft how many to verify, "
+        "and there is none; leave it out"
     )
 
 

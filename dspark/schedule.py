@@ -289,8 +289,11 @@ def parse_schedule(text: str | None) -> Schedule | None:
     if kind == "threshold":
         try:
             return StaticThreshold(float(value))
-        except ValueError as error:
-            raise ValueError(f"--schedule {text!r}: expected threshold:P with P in 0..1 ({error})") from error
+        except ValueError:
+            raise ValueError(
+                f"--schedule {text}: {value!r} is no probability; expected threshold:P with P from 0 (verify every "
+                "draft) to 1 (none that is not certain)"
+            ) from None
     if not Path(text).is_file():
         raise ValueError(
             f"--schedule {text!r} is neither threshold:P nor a file; `dspark profile --out FILE` makes a cost table"

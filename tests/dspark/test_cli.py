@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +17,13 @@ from tiny_target import write_counting_pair
 
 from dspark.cli import main
 from dspark.cli_parsers import build_parser
+from dspark.commands_quality import BATCH_SIZE
+from dspark.commands_tools import GPU_BATCH_SIZES
 from dspark.default import TARGET_VARIABLE
+from dspark.evals import EvalSettings
+from dspark.evals.doctor import DoctorSettings
+from dspark.profile import ProfileSettings
+from dspark.sampling import SamplingParams
 
 PROMPT = ["--prompt", "A", "--no-chat"]  # continued by B, C, D, ...
 
@@ -239,6 +247,122 @@ class TestInspect:
         assert report["loadable"] is False
         assert report["refusals"]
 
+    def test_the_target_is_named_where_a_drafter_is_held_against_it(
+        self, pair: list[str], capsys: pytest.CaptureFixture[str]
+    ):
+        assert run("inspect", pair[3], "--target", pair[1], "--json") == 0
+        target = json.loads(capsys.readouterr().out)["target"]
+        assert (target["name"], target["fits"]) == (f"local folder {pair[1]}", True)
+
+
+class TestStatedLayout:
+    """A checkpoint that states its layout is not read in the other one."""
+
+    @pytest.fixture
+    def stating(self, pair: list[str], tmp_path: Path) -> str:
+        folder = tmp_path / "stating"
+        shutil.copytree(pair[3], folder)
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(raw | {"sample_from_anchor": True}))
+        return str(folder)
+
+    @pytest.mark.parametrize("command", ["generate", "eval", "quality", "profile", "doctor", "inspect", "convert"])
+    def test_the_other_layout_is_refused(
+        self, command: str, stating: str, pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        models = {
+            "generate": [*pair[:2], "--drafter", stating, *PROMPT],
+            "eval": [*pair[:2], "--drafter", stating],
+            "profile": [pair[1], stating, "--out", str(tmp_path / "table.json")],
+            "inspect": [stating],
+            "convert": [stating, str(tmp_path / "converted"), "--to", "speculators"],
+        }
+        status = run(command, *models.get(command, [pair[1], stating]), "--layout", "fill")
+        assert status == (1 if command in ("doctor", "inspect") else 2)
+        said = capsys.readouterr()
+        assert "the checkpoint states sample_from_anchor=True" in said.out + said.err
+        assert "Leave --layout out" in said.out + said.err
+
+    def test_the_same_layout_is_fine(self, stating: str, pair: list[str], capsys: pytest.CaptureFixture[str]):
+        flags = ["--layout", "anchor", "--max-new-tokens", "2"]
+        assert run("generate", *pair[:2], "--drafter", stating, *PROMPT, *flags) == 0
+        assert capsys.readouterr().out == "BC\n"
+
+
+class TestEmbedded:
+    """The word `embedded` names a model of the embedded pair wherever one is named; here a counting pair is it."""
+
+    @pytest.fixture(autouse=True)
+    def local_pair(self, pair: list[str], monkeypatch: pytest.MonkeyPatch):
+        def unreachable(*_: object, **__: object):
+            raise AssertionError("looked up on the Hub")
+
+        monkeypatch.setenv(TARGET_VARIABLE, pair[1])
+        monkeypatch.setattr("dspark.cli_paths.default_drafter_path", lambda: Path(pair[3]))
+        monkeypatch.setattr("dspark.target.HFTarget.from_pretrained", unreachable)
+
+    @pytest.mark.parametrize(
+        "drafter", [[], ["--drafter", "embedded"], ["--drafter", "DRAFTER"]], ids=["none", "word", "folder"]
+    )
+    def test_generate(self, drafter: list[str], pair: list[str], capsys: pytest.CaptureFixture[str]):
+        drafter = [pair[3] if word == "DRAFTER" else word for word in drafter]
+        assert run("generate", "--target", "embedded", *drafter, *PROMPT, "--max-new-tokens", "2") == 0
+        said = capsys.readouterr()
+        assert said.out == "BC\n"
+        assert "no target was named" not in said.err
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            pytest.param(["inspect", "embedded", "--target", "embedded"], id="inspect"),
+            pytest.param(["eval", "--target", "embedded", "--drafter", "embedded"], id="eval"),
+            pytest.param(["quality", "--target", "embedded"], id="quality-target"),
+            pytest.param(["quality", "embedded", "embedded"], id="quality-by-position"),
+            pytest.param(["convert", "embedded", "DST", "--to", "speculators", "--target", "embedded"], id="convert"),
+        ],
+    )
+    def test_other_commands(self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        arguments = [str(tmp_path / "new") if word == "DST" else word for word in arguments]
+        if arguments[0] in ("eval", "quality"):
+            prompts = tmp_path / "mine.jsonl"
+            prompts.write_text('{"prompt": "A"}\n{"prompt": "B"}\n')
+            arguments += ["--dataset", str(prompts), "--max-new-tokens", "4", "--temperature", "0"]
+        if arguments[0] == "quality":
+            arguments += ["--states", str(tmp_path / "states")]
+        assert run(*arguments, "--json") == 0
+        assert capsys.readouterr().out.startswith('{"command"')
+
+    def test_the_tokenizer_of_a_server(self, pair: list[str], monkeypatch: pytest.MonkeyPatch):
+        seen = []
+        monkeypatch.setattr("dspark.commands_eval.evaluate", lambda options: seen.append(options.target) or 0)
+        assert run("eval", "--endpoint", "http://a", "--target", "embedded") == 0
+        assert seen == [pair[1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["eval", "--plain", "--schedule", "threshold:0.5"], "--schedule does not go with --plain", id="p"),
+        pytest.param(
+            ["generate", "--prompt", "A", "--schedule", "threshold:2"],
+            "--schedule threshold:2: '2' is no probability; expected threshold:P with P from 0",
+            id="too-large",
+        ),
+        pytest.param(
+            ["generate", "--prompt", "A", "--schedule", "threshold:x"],
+            "threshold:x: 'x' is no probability",
+            id="no-number",
+        ),
+    ],
+)
+def test_schedules_are_refused_in_the_words_of_the_command_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(*arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not any(name in line for name in ("StaticThreshold", "min_survival", "schedule="))
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -294,6 +418,71 @@ def test_a_drafter_for_another_target_is_refused_with_every_problem(
 def test_help_names_every_flag(command: list[str], capsys: pytest.CaptureFixture[str]):
     assert run(*command, "--help") == 0
     assert "usage: dspark" in capsys.readouterr().out
+
+
+def help_lines(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The help of each flag that takes a value."""
+    monkeypatch.setenv("COLUMNS", "9999")
+    assert run(command, "--help") == 0
+    text = re.sub(r"\n {6,}", "  ", capsys.readouterr().out)
+    return {flag: line for line in text.splitlines() for flag in re.findall(r"^  (--[\w-]+) [A-Z{]", line)}
+
+
+COMMANDS = ["generate", "eval", "report", "calibrate", "quality", "inspect", "profile", "convert", "doctor"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_holds_without_a_flag(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    required = {"generate": {"--prompt"}, "profile": {"--out"}, "convert": {"--to"}}.get(command, set())
+    lines = help_lines(command, capsys, monkeypatch)
+    assert {flag for flag, line in lines.items() if "default" not in line} == required
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "names"),
+    [
+        ("generate", SamplingParams(), ("top_k", "top_p", "min_p", "max_new_tokens")),
+        ("eval", EvalSettings(), ("top_k", "top_p", "min_p", "max_new_tokens", "seed", "batch_size")),
+        ("quality", EvalSettings(), ("top_k", "top_p", "min_p", "max_new_tokens", "seed", "batch_size")),
+        ("profile", ProfileSettings(), ("context", "temperature", "repeats")),
+        ("doctor", DoctorSettings(), ("prompts", "new_tokens", "anchors", "seed")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_help_states_the_defaults_of_the_dataclasses(
+    command: str,
+    settings: object,
+    names: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    lines = help_lines(command, capsys, monkeypatch)
+    for name in names:
+        assert re.search(rf"default: {getattr(settings, name):g}(?![\d.])", lines[f"--{name.replace('_', '-')}"]), name
+    if command == "profile":
+        sizes = [" ".join(map(str, values)) for values in (ProfileSettings.batch_sizes, GPU_BATCH_SIZES)]
+        assert f"default: {sizes[0]}, on a GPU also {sizes[1].removeprefix(sizes[0]).strip()}" in lines["--batch-size"]
+    if command == "quality":
+        assert f"default: {BATCH_SIZE['cpu']}, on a GPU {BATCH_SIZE['cuda']}" in lines["--batch-size"]
+
+
+@pytest.mark.parametrize("arguments", [["--topk", "3"], ["--seed", "x"]], ids=["unknown-flag", "wrong-value"])
+def test_usage_errors_point_to_the_help_of_the_command(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run("generate", "--prompt", "A", *arguments) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("dspark generate: ")
+    assert line.endswith("(see dspark generate --help)\n")
+
+
+def test_flags_that_take_several_values():
+    """Where folders stand without a flag, one value each, so that a flag before them does not take them."""
+    parse = build_parser().parse_args
+    assert parse(["calibrate", "--temperature", "1", "--temperature", "2", "d"]).temperature == [1, 2]
+    assert parse(["report", "--allow-differences", "a", "d", "e"]).runs == ["d", "e"]
+    assert parse(["eval", "--temperature", "0", "1", "--temperature", "2"]).temperature == [0, 1, 2]
+    assert parse(["profile", "--out", "f", "--batch-size", "1", "--batch-size", "2", "3"]).batch_size == [1, 2, 3]
 
 
 def test_help_does_not_wait_for_torch():

@@ -102,6 +102,7 @@ def test_several_drafters_side_by_side(pair, flags, tmp_path: Path, capsys: pyte
         (["t", "d"], None, ("t", ["d"])),
         (["t", "d", "e"], None, ("t", ["d", "e"])),
         (["d", "e"], "t", ("t", ["d", "e"])),
+        ([], "embedded", ("embedded", ["embedded"])),
     ],
 )
 def test_how_models_are_named(models, target, named):

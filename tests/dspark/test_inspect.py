@@ -74,6 +74,54 @@ def test_an_unsupported_packaging_is_named_and_its_tensors_listed(tmp_path):
     assert "latent attention" in found.refusals[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_layers", "fits", "words"),
+    [
+        pytest.param({}, 6, True, "yes", id="fits"),
+        pytest.param({}, 9, False, "no, see the refusals", id="misfit"),
+        pytest.param({"mask_token_id": 64}, 6, True, "yes", id="a-fault-of-its-own"),
+        pytest.param({"block_size": 0}, 6, None, "not known, see the refusals", id="no-record"),
+    ],
+)
+def test_whether_it_fits_the_target_is_said(changes, num_layers, fits, words, tmp_path):
+    folder = write_checkpoint(tmp_path, changed(DEEPSPEC, changes), random_weights(DEEPSPEC))
+    found = inspect_checkpoint(folder, target=FakeTarget(num_layers=num_layers), target_name="local folder t")
+    plain = json.loads(json.dumps(found.to_dict()))["target"]
+    sizes = {"num_layers": num_layers, "hidden_size": 32, "vocab_size": 64}
+    assert plain == {"name": "local folder t", **sizes, "fits": fits}
+    lines = found.to_text().splitlines()
+    assert f"fits target  {words} ({num_layers} layers, hidden size 32, vocabulary 64)" in lines
+    assert "target       local folder t" in lines
+    assert inspect_checkpoint(folder).to_dict()["target"] is None
+
+
+def test_what_a_damaged_file_hides_is_left_out(tmp_path):
+    folder = write_deepspec(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    found = inspect_checkpoint(folder)
+    assert found.family == "DeepSpec Qwen3"
+    text, plain = found.to_text(), found.to_dict()
+    assert "cannot be read" in text
+    assert "packaging   DeepSpec Qwen3" in text
+    assert "parameters" not in text
+    assert "size " not in text
+    assert (plain["num_parameters"], plain["num_bytes"]) == (None, None)
+    (folder / "config.json").write_text("{")
+    assert "packaging" not in inspect_checkpoint(folder).to_text()
+
+
+def test_numbers_are_written_as_people_write_them(tmp_path):
+    found = inspect_checkpoint(write_deepspec(tmp_path, {"rms_norm_eps": 9.999999747378752e-06}))
+    assert found.config.rms_norm_eps == 9.999999747378752e-06
+    assert "1e-05" in found.to_text()
+    assert "9.99999" not in found.to_text()
+
+
+def test_one_problem_is_singular(tmp_path):
+    assert "would be refused, 1 problem below" in inspect_checkpoint(tmp_path).to_text()
+
+
 def test_a_path_that_does_not_exist_is_a_refusal(tmp_path):
     found = inspect_checkpoint(tmp_path / "nothing")
     assert not found.loadable

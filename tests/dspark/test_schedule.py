@@ -446,7 +446,7 @@ def test_threshold_0_changes_nothing():
 def test_a_schedule_needs_confidences():
     target = tiny_target()
     drafter = tiny_drafter(drafter_config(confidence="none"), target)
-    with pytest.raises(ValueError, match="drafter without confidence head: lengths are chosen by"):
+    with pytest.raises(ValueError, match=r"^--schedule .* for a drafter without confidence head: it chooses by"):
         generate(target, drafter, PROMPTS, GREEDY, schedule=StaticThreshold(0.5))
     with pytest.raises(ValueError, match="without a drafter"):
         generate(target, None, PROMPTS, GREEDY, schedule=StaticThreshold(0.5))
@@ -470,6 +470,21 @@ def test_times_between_and_beyond_the_points():
     assert table.step_seconds(2, np.array([4])).tolist() == [4.0]  # a third of the way from 3 to 6
     assert table.step_seconds(8, np.array([8])).tolist() == [10.0]  # above the largest batch in proportion
     assert table.plain_seconds(2) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_requests", "num_drafts", "said"),
+    [
+        pytest.param((1, 4), 4, 2, None, id="covered"),
+        pytest.param((1, 4), 1, 1, None, id="less"),
+        pytest.param((1, 4), 5, 2, "covers 1..4 requests with 0..2 drafts each", id="more-requests"),
+        pytest.param((1, 4), 4, 3, "up to 4 requests with up to 3 drafts", id="more-drafts"),
+        pytest.param((2, 4), 1, 2, "as for 2 below", id="fewer-requests"),
+    ],
+)
+def test_a_run_beyond_the_table_is_described(sizes, num_requests, num_drafts, said):
+    found = cost_table([1.0, 1.2, 1.5], sizes=sizes).describe_gap(num_requests, num_drafts)
+    assert found is None if said is None else said in found
 
 
 def test_a_table_survives_the_disk_and_other_files_are_refused(tmp_path):
