@@ -13,8 +13,8 @@ of the device. The first comes after `LOOK_AFTER` steps, each further one after 
 one at once where there is more load than verifying everything was found to be better at. The kind that loses is run for
 `TRIAL` steps in `RETRY_AFTER`, so that its time is known; at a load where it never ran it is taken for what it was at
 the nearest one, since a batch that fills and empties passes through many loads, and a trial of each would cost more
-than is to be won. Steps with prompts are decided by the same prices, but neither timed nor tried, and where trimming
-wins vLLM chooses how much. Which drafts a budget buys is always vLLM's ranking.
+than is to be won. Steps with prompts are decided by the same prices, but neither timed nor tried, and look by a count
+of their own; where trimming wins in them vLLM chooses how much. Which drafts a budget buys is always vLLM's ranking.
 
 Lengths never depend on the drafts they cut: budgets come from earlier steps, the ranking from survivals
 (`dspark.schedule`).
@@ -24,6 +24,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -41,6 +42,22 @@ TRIAL, RETRY_AFTER, LOOK_AFTER, LONGEST_WAIT = 4, 512, 16, 128
 RECORDED_BEFORE = 2
 
 
+@dataclass
+class Looks:
+    """When steps of a sort look: those with prompts, or the others. A pass over prompts is dear whatever is trimmed, so
+    that what pays in one sort says nothing of the other.
+
+    Attributes:
+        until: steps of the sort until the next look.
+        wait: so many after it, if nothing is won.
+        all_won_at: the highest load at which verifying everything was better.
+    """
+
+    until: int = 0
+    wait: int = LOOK_AFTER
+    all_won_at: int = -1
+
+
 class WholeSteps:
     """In the place of vLLM's AdaptiveVerificationManager, which it drives."""
 
@@ -49,10 +66,11 @@ class WholeSteps:
         self.manager, self.clock = manager, clock
         self._missing: dict[bool, dict[int, deque[float]]] = {True: {}, False: {}}  # by load; True: all is verified
         self._idle = {True: 0, False: RETRY_AFTER}  # steps since the kind ran
-        self._load, self._all_won_at = -1, -1
-        self._until_look, self._wait, self._trials = 0, LOOK_AFTER, 0
+        self._load, self._trials = -1, 0
+        self._looks = {True: Looks(), False: Looks()}  # True: of steps with prompts
         self._began, self._priced, self._is_timed, self._had_prompts = 0.0, 0.0, False, False
-        self._all, self._run = True, 0  # the kind of the step that was chosen last, and how many of it in a row
+        self._all = True  # the kind of the step that was chosen last
+        self._run_of, self._run = True, 0  # that of the last without prompts, and how many of it in a row
         self._met: set[int] = set()  # numbers of requests
         self._row_starts = np.zeros(1, np.int32)
 
@@ -69,14 +87,15 @@ class WholeSteps:
             times = self._missing[self._all].setdefault(self._load, deque(maxlen=TIMED_STEPS))
             times.append(1e3 * (now - self._began) - self._priced)
         self._load = round(2 * math.log2(requests))
-        self._until_look = 0 if self._load > self._all_won_at else self._until_look - 1
         has_prompts = total - drafts != requests
+        looks = self._looks[has_prompts]
+        looks.until = 0 if self._load > looks.all_won_at else looks.until - 1
         fits = drafts <= self.manager._max_total_logits - requests * self.manager.num_bonus_tokens
         budget = drafts
-        if fits and self._until_look <= 0:
+        if fits and looks.until <= 0:
             budget = self._look(num_tokens_per_req, draft_tokens, total - drafts, has_prompts=has_prompts)
         everything = budget == drafts and fits
-        self._count(everything)
+        self._count(everything, has_prompts)
         # The first step of so many requests captures a graph, and one after prompts may wait for them.
         captures = everything and requests not in self._met
         may_wait = self._had_prompts and self._load in self._missing[everything]
@@ -85,7 +104,7 @@ class WholeSteps:
             self._met.add(requests)
         self._began, self._had_prompts = now, has_prompts
         if not everything and (has_prompts or not fits):
-            self._until_look = 0  # vLLM's choice, by confidences that are recorded from now on
+            looks.until = 0  # vLLM's choice, by confidences that are recorded from now on
             return self.manager.get_num_tokens(num_tokens_per_req, draft_tokens)
         self._hand_over(budget, num_tokens_per_req, draft_tokens, drafts)
         return total - drafts + budget
@@ -101,7 +120,7 @@ class WholeSteps:
     ) -> int:
         """Decide on a budget, and when to look again. Steps with prompts go by the times that are known: they are not
         timed, and no kind is tried in them."""
-        requests = len(num_tokens_per_req)
+        requests, looks = len(num_tokens_per_req), self._looks[has_prompts]
         lengths = np.fromiter((len(draft_tokens.get(r, ())) for r in num_tokens_per_req), np.int64, requests)
         slot_of = self.manager.req_states.req_id_to_index
         slots = np.fromiter((slot_of[r] for r in num_tokens_per_req), np.int64, requests)
@@ -122,21 +141,24 @@ class WholeSteps:
         trims = best < drafts and bool(rates[best] > of_all)
         if not has_prompts and (not timed or (trims and self._idle[True] >= RETRY_AFTER)):
             self._missing[True].pop(self._load, None)
-            self._until_look, self._all_won_at = TRIAL, self._load
+            looks.until, looks.all_won_at = TRIAL, self._load
             return drafts
         if trims:
-            self._all_won_at, self._wait, self._trials = -1, LOOK_AFTER, max(self._trials - is_trial, 0)
+            looks.all_won_at, looks.wait, self._trials = -1, LOOK_AFTER, self._trials - is_trial
             return best
-        self._all_won_at = max(self._all_won_at, self._load)
-        self._until_look, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
-        self._trials = 0
+        looks.all_won_at = max(looks.all_won_at, self._load)
+        looks.until, looks.wait = looks.wait, min(2 * looks.wait, LONGEST_WAIT)
+        if not has_prompts:
+            self._trials = 0
         return drafts
 
-    def _count(self, everything: bool) -> None:
+    def _count(self, everything: bool, has_prompts: bool) -> None:
         """A step of this kind is to run."""
-        self._run = self._run + 1 if everything == self._all else 1
         self._all = everything
         self._idle[everything], self._idle[not everything] = 0, self._idle[not everything] + 1
+        if not has_prompts:
+            self._run = self._run + 1 if everything == self._run_of else 1
+            self._run_of = everything
 
     def _hand_over(
         self, budget: int, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], drafts: int
@@ -172,7 +194,7 @@ class WholeSteps:
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Contract of vLLM's method; steps whose confidences no look will read leave them."""
-        if self._until_look <= RECORDED_BEFORE:
+        if self._looks[self._had_prompts].until <= RECORDED_BEFORE:
             self.manager.record_confidences(confidence_probs, input_batch)
 
 

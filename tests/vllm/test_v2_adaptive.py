@@ -21,7 +21,7 @@ class Manager:
         confidence = survivals / np.concatenate([np.ones((num_slots, 1), np.float32), survivals[:, :-1]], axis=1)
         self._stale_confidences, self._stale_idx = [SimpleNamespace(np=confidence)] * 2, 0
         self.req_states = SimpleNamespace(req_id_to_index={f"r{i}": i for i in range(num_slots)})
-        self.cost_tables = np.full(num_slots + 1, draft_ms), 1.0 + row_ms * np.arange(num_slots * (K + 1) + 200)
+        self.cost_tables = np.full(num_slots + 1, draft_ms), 1.0 + row_ms * np.arange(num_slots * (K + 1) + 600)
         self.num_bonus_tokens, self._max_total_logits = 1, max_logits
         self._batch_budget = None
         self._cu_num_logits = torch.zeros(num_slots + 1, dtype=torch.int32)
@@ -253,6 +253,26 @@ def test_steps_with_prompts_are_decided_by_the_times_of_others(trims, pure):
     if not trims:
         assert manager.calls["record"] - recorded < 100, "where nothing is won, nothing is waited for"
     assert not any(time > 4000 for known in steps._missing.values() for times in known.values() for time in times)
+
+
+@pytest.mark.parametrize("every", [3, 8, 40])
+def test_prompts_now_and_then_leave_other_steps_to_themselves(every):
+    """A step with 500 tokens of a prompt verifies everything, which costs little beside them; others go on trimming."""
+    manager = Manager(SURVIVALS)
+    drafting, verifying = manager.cost_tables
+    now = [0.0]
+    steps = WholeSteps(manager, clock=lambda: now[0])
+    budgets = []
+    for number in range(1000):
+        if number % every == every - 1:
+            drafting_requests = {f"r{i}": STEPS + 1 for i in range(7)}
+            total = steps.get_num_tokens(drafting_requests | {"r7": 500}, {r: [-1] * STEPS for r in drafting_requests})
+            now[0] += 0.060
+            assert total == 535
+        else:
+            budgets += served(manager, 8, 1, lambda budget: 0.0, steps)
+            now[0] += 1e-3 * (drafting[8] + verifying[8 + budgets[-1]])
+    assert budgets.count(VLLMS_CHOICE) > 0.95 * len(budgets)
 
 
 def test_times_from_before_a_change_do_not_outvote_it():
