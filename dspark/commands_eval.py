@@ -205,8 +205,8 @@ def calibrate(options: argparse.Namespace) -> int:
     check_output("--out", out, is_file=True)
     if out.exists() and not options.force:
         raise ValueError(f"{_describe_existing(out)}; --force replaces it, --out FILE writes another file")
-    runs, _ = load_runs([Path(folder) for folder in options.runs])
-    checks, _ = load_runs([Path(folder) for folder in getattr(options, "check", [])])
+    runs, _ = load_runs([Path(folder).expanduser() for folder in options.runs])
+    checks, _ = load_runs([Path(folder).expanduser() for folder in getattr(options, "check", [])])
     calibration, effects = fit_calibration(runs, path, getattr(options, "temperature", None))
     effects += measure_scaling(checks, calibration.scaling)
     write_calibration(out, calibration)

@@ -47,7 +47,8 @@ def quality(options: argparse.Namespace) -> int:
     if out is not None:
         check_output("--out", out)
         check_results_folder(out)
-    check_output("--states", states)
+    if not states.is_dir():  # complete ones may lie where nothing can be written
+        check_output("--states", states)
     check_datasets(settings.datasets, settings.limit)
     target, target_name, drafters = _load(options)
     longest = max(lengths, default=max(d.config.max_draft_tokens for d in drafters.values()))

@@ -28,12 +28,15 @@ def check_output(flag: str, path: Path, is_file: bool = False) -> None:
         found = "is no folder" if place == path.absolute() else f"lies in {place}, which is no folder"
         raise ValueError(f"{flag} {path} {found}; expected one, which is made if it is not there")
     reason = None
-    try:
-        with TemporaryFile(dir=place):  # permissions alone do not tell of read-only mounts and quotas
-            pass
-    except OSError as error:
-        reason = f"no file can be made in {place} ({error.strerror})"
     if is_file and path.exists() and not os.access(path, os.W_OK):
         reason = "the file that is there is write-protected"
+    elif not (
+        is_file and path.exists() and not path.is_file()
+    ):  # what is no regular file, as /dev/stdout, is written to
+        try:
+            with TemporaryFile(dir=place):  # permissions alone do not tell of read-only mounts and quotas
+                pass
+        except OSError as error:
+            reason = f"no file can be made in {place} ({error.strerror})"
     if reason is not None:
         raise ValueError(f"{flag} {path} cannot be written: {reason}. Name another place, or change its permissions")

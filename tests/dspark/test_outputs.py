@@ -1,5 +1,6 @@
 """Places that results cannot be written to are refused before the work, in one line with the flag and the reason."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,11 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path):
     check_output("--out", tmp_path)
     check_output("--out", tmp_path / "file", is_file=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_proc
+def test_what_is_no_regular_file_is_written_to_whatever_its_folder():
+    check_output("--out", Path(f"/proc/self/fd/{os.pipe()[1]}"), is_file=True)
 
 
 def test_files_and_folders_in_each_others_place(tmp_path):
