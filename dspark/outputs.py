@@ -28,11 +28,10 @@ def check_output(flag: str, path: Path, is_file: bool = False) -> None:
         found = "is no folder" if place == path.absolute() else f"lies in {place}, which is no folder"
         raise ValueError(f"{flag} {path} {found}; expected one, which is made if it is not there")
     reason = None
+    is_stream = is_file and path.exists() and not path.is_file()  # a pipe or device, written to whatever its folder
     if is_file and path.exists() and not os.access(path, os.W_OK):
         reason = "the file that is there is write-protected"
-    elif not (
-        is_file and path.exists() and not path.is_file()
-    ):  # what is no regular file, as /dev/stdout, is written to
+    elif not is_stream:
         try:
             with TemporaryFile(dir=place):  # permissions alone do not tell of read-only mounts and quotas
                 pass
