@@ -4,13 +4,15 @@
     python scripts/bench_schedule.py --batch-size 1 2 4 8 --num-draft-tokens 1 2 4 8 --cost cost.json
 
 First steps are profiled (or a table of `dspark profile` on this very machine is given with --cost; --save-cost keeps
-one). Then each load runs B requests at once, from prompts of a set in the model's chat template; the clock runs from
-their common first token to the first request that ends, so that B stays what it is called. Contenders take turns, in
-random order and with the same seeds within a round; rounds go on for --seconds a load, at least --rounds. Every run is
-printed, and written as a line of JSON, as it ends. Figures are medians over the rounds with the lowest and the highest.
-The ratio is the geometric mean, with its standard error, of those within the rounds, each to the fixed number of drafts
-(0 is plain decoding) that was best in the *other* half of the rounds: the best of several in the same rounds is partly
-the luckiest, and nothing would be as good.
+one). Then each load runs B requests at once, from prompts of a set in the model's chat template, others in every round;
+the clock runs from their common first token to the first request that ends, so that B stays what it is called.
+Contenders take turns, in random order and with the same prompts and seeds within a round; rounds go on for --seconds a
+load, at least --rounds. Every run is printed, and written as a line of JSON, as it ends. Figures are medians over the
+rounds with the lowest and the highest. Ratios are those within the rounds, each to the fixed number of drafts (0 is
+plain decoding) that was best in the *other* half of the rounds: the best of several in the same rounds is partly the
+luckiest, and nothing would be as good. Their median comes with its interval of at least 95% confidence, exact whatever
+their law, so that a machine that others slow down for a while widens it little; their geometric mean with a standard
+error says whether those slow whiles were the contender's own.
 
 At temperature 0 all contenders emit the same texts, and a ratio shows time alone. Sampled ones have texts of their own:
 with few requests acceptance then differs by chance, which the columns "tokens a step" and "ms a step" tell apart.
@@ -25,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from statistics import mean, median, stdev
 from typing import Any
 
@@ -119,14 +121,17 @@ def run(
     return Pace(tokens / (seen - started), tokens / rows, 1e3 * (seen - started) / steps, drafts / rows)
 
 
-def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """All contenders at one load: every run, and the scheduled ones against the best fixed."""
+def compare(
+    pair: Any, contenders: Sequence[Contender], texts: Sequence[list[int]], size: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """All contenders with `size` requests at once: every run, and the scheduled ones against the best fixed."""
     paces: dict[str, list[Pace]] = {contender.name: [] for contender in contenders}
     schedules = {contender.name: contender.schedule() for contender in contenders}
     started = time.perf_counter()
     rounds = 0
     while rounds <= options.rounds or time.perf_counter() - started < options.seconds:  # the first one warms up
         rng = random.Random(f"{options.seed} {rounds}")
+        prompts = list(islice(cycle(texts), rounds * size, (rounds + 1) * size))
         params = [
             SamplingParams(
                 temperature=options.temperature,
@@ -141,14 +146,14 @@ def compare(pair: Any, contenders: Sequence[Contender], prompts: Any, options: a
             pace = run(pair, contender.num_draft_tokens, schedule, prompts, params, clock_of(options))
             if rounds:
                 paces[contender.name].append(pace)
-                here = {"requests": len(prompts), "temperature": options.temperature, "round": rounds}
+                here = {"requests": size, "temperature": options.temperature, "round": rounds}
                 write(here | {"contender": contender.name} | asdict(pace), options)
         rounds += 1
     logs = {name: [math.log(pace.tokens_per_s) for pace in some] for name, some in paces.items()}
     fixed = [contender.name for contender in contenders if not contender.scheduled]
     gains = {c.name: gain(logs[c.name], [logs[name] for name in fixed]) for c in contenders if c.scheduled}
     best = max(fixed, key=lambda name: median(logs[name]))
-    return {"requests": len(prompts), "paces": paces, "best_fixed": best, "gain": gains}
+    return {"requests": size, "paces": paces, "best_fixed": best, "gain": gains}
 
 
 def gain(scheduled: Sequence[float], fixed: Sequence[Sequence[float]]) -> list[float]:
@@ -160,6 +165,19 @@ def gain(scheduled: Sequence[float], fixed: Sequence[Sequence[float]]) -> list[f
     """
     best = [max(fixed, key=lambda rates: sum(rates[1 - half :: 2])) for half in (0, 1)]
     return [mine - best[i % 2][i] for i, mine in enumerate(scheduled)]
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Two of the values, between which the median of their law lies with at least this confidence.
+
+    A law's median has as many draws of n below it as a fair coin has heads, so the j-th lowest and the j-th highest
+    hold it but for twice the chance of fewer than j heads. Of too few values (5 for 95%) they are the lowest and the
+    highest.
+    """
+    ordered = sorted(values)
+    heads = list(accumulate(math.comb(len(ordered), j) / 2 ** len(ordered) for j in range(len(ordered))))
+    j = sum(2 * chance <= 1 - confidence for chance in heads) or 1
+    return ordered[j - 1], ordered[-j]
 
 
 def clock_of(options: argparse.Namespace) -> Callable[[], float]:
@@ -179,21 +197,22 @@ def write(row: dict[str, Any], options: argparse.Namespace) -> None:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown: a row for each load and contender."""
     lines = [
-        "| requests | contender | tokens/s, median (lowest to highest) | to the best fixed | tokens a step | ms a step "
-        "| drafts verified |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| requests | contender | tokens/s, median (lowest to highest) | to the best fixed, median (95% interval) "
+        "| mean | rounds | tokens a step | ms a step | drafts verified |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:
         for name, paces in result["paces"].items():
             speeds = [pace.tokens_per_s for pace in paces]
-            logs = result["gain"].get(name)
-            centre = math.exp(mean(logs)) if logs else 0.0
-            ratio = f"{centre:.3f} ± {centre * stdev(logs) / len(logs) ** 0.5:.3f}" if logs else ""
-            ratio = "best" if name == result["best_fixed"] else ratio
+            ratio, centre = ("best", "") if name == result["best_fixed"] else ("", "")
+            if logs := result["gain"].get(name):
+                low, high = (math.exp(end) for end in median_interval(logs))
+                ratio = f"{math.exp(median(logs)):.3f} ({low:.3f} to {high:.3f})"
+                centre = f"{math.exp(mean(logs)):.3f} ± {math.exp(mean(logs)) * stdev(logs) / len(logs) ** 0.5:.3f}"
             lines.append(
                 f"| {result['requests']} | {name} | {median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f}) "
-                f"| {ratio} | {mean(p.tokens_a_step for p in paces):.2f} | {median(p.ms_a_step for p in paces):.1f} "
-                f"| {mean(p.drafts_verified for p in paces):.2f} |"
+                f"| {ratio} | {centre} | {len(paces)} | {mean(p.tokens_a_step for p in paces):.2f} "
+                f"| {median(p.ms_a_step for p in paces):.1f} | {mean(p.drafts_verified for p in paces):.2f} |"
             )
     return "\n".join(lines)
 
@@ -257,7 +276,7 @@ def main(options: argparse.Namespace) -> int:
     }
     write(header, options)
     texts = [format_prompt(pair.target, prompt.text) for prompt in load_dataset(options.dataset).prompts]
-    results = [compare(pair, contenders, list(islice(cycle(texts), size)), options) for size in options.batch_size]
+    results = [compare(pair, contenders, texts, size, options) for size in options.batch_size]
     print(table(results))
     print(f"{time.perf_counter() - begun:.0f} s in all")
     return 0
