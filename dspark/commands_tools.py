@@ -121,19 +121,22 @@ def _examine(pair: Pair, path: str, settings: DoctorSettings) -> Diagnosis:
 
 
 def format_cost(table: CostTable) -> str:
-    """A row per number of requests: milliseconds of a plain step and of drafted steps by drafts verified, with the half
-    width of the middle half of the measurements in per cent.
+    """Two rows per number of requests: milliseconds of a plain step and of those that choose how many drafts to verify,
+    and of those settled beforehand, with the half width of the middle half of the measurements in per cent.
     """
     longest = max(point.num_rows for point in table.points) - 1
-    header = ["requests", "plain", *(str(k) for k in range(longest + 1))]
-    rows = [header]
+    rows = [["requests", "drafts", "plain", *(str(k) for k in range(longest + 1))]]
     for size in table.num_requests:
         here: dict[Any, str] = {}
         for point in table.points:
             if point.num_requests == size:
                 spread = 50 * (point.high - point.low) / point.seconds
-                here[point.num_rows - 1 if point.drafted else "plain"] = f"{point.seconds * 1e3:.1f} ±{spread:.0f}%"
-        rows.append([str(size), here["plain"], *(here.get(k, "") for k in range(longest + 1))])
+                place = (point.chosen, point.num_rows - 1) if point.drafted else "plain"
+                here[place] = f"{point.seconds * 1e3:.1f} ±{spread:.0f}%"
+        for chosen, name in ((True, "chosen"), (False, "settled")):
+            times = [here.get((chosen, k), "") for k in range(longest + 1)]
+            if any(times):
+                rows.append([str(size), name, here["plain"] if chosen else "", *times])
     return "\n".join(["milliseconds a step, by drafts verified of each request", align(rows, right=True)])
 
 

@@ -1,9 +1,11 @@
 """What a step costs on one machine, by requests and by rows that the target verifies: what `dspark profile` writes.
 
 A step of the generation loop was timed for several numbers of requests R and, for each, several numbers of target rows
-per request (1 + drafts verified). Between the points time is interpolated linearly in both. Measured times scatter, and
-a dip would look like rows that are cheaper than none, so along the rows each curve is first replaced by the closest one
-that never falls (least squares, pool adjacent violators).
+per request (1 + drafts verified), in two ways: steps that choose how many drafts to verify, which propose all and wait
+for their confidences, and steps settled beforehand, which propose what they verify and don't wait. Between the points
+time is interpolated linearly in both. Measured times scatter, and a dip would look like rows that are cheaper than
+none, so along the rows each curve is first replaced by the closest one that never falls (least squares, pool adjacent
+violators).
 """
 
 import json
@@ -33,6 +35,8 @@ class CostPoint:
         low: lower quartile.
         high: upper quartile.
         repeats: steps timed.
+        chosen: whether the drafts to verify were chosen by the confidences of all drafts; if not, no more were proposed
+            than verified. Of no account where not drafted.
     """
 
     num_requests: int
@@ -42,6 +46,7 @@ class CostPoint:
     low: float
     high: float
     repeats: int
+    chosen: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,41 +54,41 @@ class CostTable:
     """Timed steps, and how they were timed.
 
     Raises:
-        ValueError: a number of requests lacks plain or drafted steps, has a number of rows twice or one below 1, or a
-            time is not positive.
+        ValueError: a number of requests lacks plain or choosing steps, has a number of rows twice or one below 1, or a
+            time is not positive; or some numbers of requests have settled steps and others don't.
     """
 
     points: tuple[CostPoint, ...]
     settings: Mapping[str, Any]
     _curves: dict[int, tuple[np.ndarray, np.ndarray]] = field(init=False, repr=False, compare=False)
+    _settled: dict[int, tuple[np.ndarray, np.ndarray]] = field(init=False, repr=False, compare=False)
     _plain: dict[int, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        plain: dict[int, float] = {}
+        curves, settled, plain = {}, {}, {}
         for size in sorted({point.num_requests for point in self.points}):
             here = [point for point in self.points if point.num_requests == size]
-            drafted = sorted((point for point in here if point.drafted), key=lambda point: point.num_rows)
+            choosing = [point for point in here if point.drafted and point.chosen]
             undrafted = [point.seconds for point in here if not point.drafted]
-            if not drafted or len(undrafted) != 1:
+            if not choosing or len(undrafted) != 1:
                 raise ValueError(
-                    f"the cost table has {len(drafted)} drafted and {len(undrafted)} plain points for {size} requests; "
-                    "expected some and one: whether drafting pays could not be told. Profile again"
+                    f"the cost table has {len(choosing)} drafted and {len(undrafted)} plain points for {size} "
+                    "requests; expected some and one: whether drafting pays could not be told. Profile again"
                 )
-            rows = [point.num_rows for point in drafted]
-            if size < 1 or rows[0] < 1 or len(set(rows)) < len(rows):
-                raise ValueError(
-                    f"the cost table has {size} requests with {', '.join(map(str, rows))} rows each; expected at least "
-                    "1 and every number once: no time could be told between or beyond them. Profile again"
-                )
-            seconds = np.array([point.seconds for point in drafted])
-            if not (np.isfinite(seconds).all() and seconds.min() > 0 and undrafted[0] > 0):
-                raise ValueError(f"the cost table has times that are not positive for {size} requests: profile again")
-            curves[size] = np.array(rows, dtype=float), never_falling(seconds)
             plain[size] = undrafted[0]
+            curves[size] = _curve(choosing, plain[size])
+            if others := [point for point in here if point.drafted and not point.chosen]:
+                settled[size] = _curve(others, plain[size])
         if not curves:
             raise ValueError("the cost table has no points: profile again")
+        if settled and settled.keys() != curves.keys():
+            lacking = sorted(curves.keys() - settled.keys())
+            raise ValueError(
+                f"the cost table has no settled points for {', '.join(map(str, lacking))} requests, but for others; "
+                "expected all or none: times between them could not be told. Profile again"
+            )
         object.__setattr__(self, "_curves", curves)
+        object.__setattr__(self, "_settled", settled)
         object.__setattr__(self, "_plain", plain)
 
     @property
@@ -105,7 +110,7 @@ class CostTable:
         )
 
     def step_seconds(self, num_requests: int, num_rows: np.ndarray) -> np.ndarray:
-        """Times of drafted steps.
+        """Times of steps that choose how much to verify.
 
         Args:
             num_requests: R >= 1.
@@ -116,6 +121,21 @@ class CostTable:
         """
         per_request = num_rows / num_requests
         return self._between(num_requests, lambda size: along(per_request, *self._curves[size]))
+
+    def settled_seconds(self, num_requests: int, num_drafts: int) -> np.ndarray:
+        """Times of steps in which every request has k drafts, settled before they were drafted.
+
+        Args:
+            num_requests: R >= 1.
+            num_drafts: K.
+
+        Returns:
+            [K] seconds for k = 1..K; [0] of a table without such steps.
+        """
+        if not self._settled:
+            return np.zeros(0)
+        rows = np.arange(2.0, num_drafts + 2)
+        return self._between(num_requests, lambda size: along(rows, *self._settled[size]))
 
     def plain_seconds(self, num_requests: int) -> float:
         """Time of a step without a drafter's pass."""
@@ -159,6 +179,21 @@ class CostTable:
             return cls(points, content["settings"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is a damaged cost table ({error!r}): profile again") from error
+
+
+def _curve(points: Sequence[CostPoint], plain: float) -> tuple[np.ndarray, np.ndarray]:
+    """Rows per request, ascending, and their seconds, never falling; `plain`: the plain step's, checked along."""
+    size, ordered = points[0].num_requests, sorted(points, key=lambda point: point.num_rows)
+    rows = [point.num_rows for point in ordered]
+    if size < 1 or rows[0] < 1 or len(set(rows)) < len(rows):
+        raise ValueError(
+            f"the cost table has {size} requests with {', '.join(map(str, rows))} rows each; expected at least "
+            "1 and every number once: no time could be told between or beyond them. Profile again"
+        )
+    seconds = np.array([point.seconds for point in ordered])
+    if not (np.isfinite(seconds).all() and seconds.min() > 0 and plain > 0):
+        raise ValueError(f"the cost table has times that are not positive for {size} requests: profile again")
+    return np.array(rows, dtype=float), never_falling(seconds)
 
 
 def along(rows: np.ndarray, timed_rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dspark.cache import RaggedKV
@@ -33,7 +34,7 @@ from dspark.sampling import (
     to_distribution,
     verify_logits,
 )
-from dspark.schedule import Schedule, step_streams
+from dspark.schedule import Plan, Schedule, step_streams
 from dspark.target import Target
 
 OnTokens = Callable[[int, list[int], StepRecord | None], None]
@@ -154,6 +155,12 @@ class _Request:
     stop_ids: frozenset[int]
     max_new_tokens: int
     generation: Generation
+    seed: int = 0  # of its random numbers; set when it is admitted
+
+    @property
+    def position(self) -> int:
+        """Of its last token, the next step's anchor."""
+        return len(self.generation.prompt_ids) + len(self.generation.token_ids) - 1
 
     @property
     def remaining(self) -> int:
@@ -206,7 +213,10 @@ class _Batch:
         if self.drafter is not None:
             draft_cache = self.drafter.new_cache(len(joining))
             self.drafter.extend(draft_cache, output.taps, [len(prompt) for prompt in prompts])
-        streams = Streams.for_params([request.params for request in joining], self.target.device)
+        seeds = Streams.for_params([request.params for request in joining]).seeds
+        for request, seed in zip(joining, seeds.tolist(), strict=True):
+            request.seed = seed
+        streams = Streams(seeds.to(self.target.device))
         sampling = SamplingTensors.stack([request.params for request in joining], self.target.device)
         probs = to_distribution(output.logits[:, None], sampling)
         first = sample(probs, streams, cache.lengths[:, None], Purpose.TARGET)[:, 0].tolist()
@@ -236,8 +246,9 @@ class _Batch:
         """One round for every running request."""
         anchors = self._to_device([request.generation.token_ids[-1] for request in self.requests])
         offered = [self._offered(request) for request in self.requests]
-        draft = self._propose(anchors, max(offered) if self.schedule is None else self.schedule.plan(offered))
-        offered = self._scheduled(draft, offered)
+        plan = Plan(max(offered), choose=False) if self.schedule is None else self.schedule.plan(offered)
+        draft = self._propose(anchors, plan.num_drafts)
+        offered = self._lengths(plan, draft, offered)
         proposal = draft.proposal if draft is not None else OneHotProposal(anchors[:, None])
         proposal = proposal.truncate(max(offered))
         output = self.target.verify(self.cache, torch.cat([anchors[:, None], proposal.tokens], dim=1))
@@ -249,10 +260,10 @@ class _Batch:
             self.cache.lengths + 1,
             self._to_device(offered),
         )
-        events, accepted = self._record(offered, draft, verified)
+        events, accepted, confidence = self._record(offered, draft, verified)
         kept = [drafts + 1 for drafts in accepted]  # rows of the pass: the anchor and the accepted drafts
         if self.schedule is not None and draft is not None:
-            self.schedule.observe(accepted)
+            self.schedule.observe(accepted, np.array(confidence))
         self.target.commit(self.cache, kept)
         if draft is None and self.drafter is not None:
             self.unread.append(output.taps)
@@ -275,8 +286,7 @@ class _Batch:
         """
         if self.drafter is None:
             return 0
-        position = len(request.generation.prompt_ids) + len(request.generation.token_ids) - 1
-        if position + self.drafter.config.block_size > self.drafter.config.max_position_embeddings:
+        if request.position + self.drafter.config.block_size > self.drafter.config.max_position_embeddings:
             return 0
         return min(self.num_draft_tokens, request.remaining - 1)
 
@@ -285,15 +295,19 @@ class _Batch:
             return None
         self._read_taps()
         sampling = self.sampling if self.draft_truncation else self.sampling.without_truncation()
-        streams = self.streams if self.schedule is None else step_streams(self.streams, self.cache.lengths)
+        streams = self.streams if self.schedule is None else self._step_streams()
         return self.drafter.propose(self.draft_cache, anchors, sampling, streams, num_draft_tokens, self.drafting)
 
-    def _scheduled(self, draft: Draft | None, offered: list[int]) -> list[int]:
+    def _step_streams(self) -> Streams:
+        """Draft noise of this step alone. Computed on the host: it is some 25 launches of a few numbers."""
+        seeds = torch.tensor([request.seed for request in self.requests])
+        positions = torch.tensor([request.position for request in self.requests])
+        return Streams(step_streams(Streams(seeds), positions).seeds.to(self.target.device, non_blocking=True))
+
+    def _lengths(self, plan: Plan, draft: Draft | None, offered: list[int]) -> list[int]:
         """Drafts to verify of each request, at most `offered`."""
-        if draft is None:
-            return [0] * len(offered)
-        if self.schedule is None:
-            return offered
+        if self.schedule is None or draft is None or not plan.choose:
+            return [min(plan.num_drafts, limit) for limit in offered]
         assert draft.confidence_logits is not None, "checked before the first step"
         confidence = draft.confidence_logits.double().sigmoid().cpu().numpy()
         limits = [min(limit, confidence.shape[1]) for limit in offered]
@@ -307,8 +321,8 @@ class _Batch:
 
     def _record(
         self, offered: list[int], draft: Draft | None, verified: Verification
-    ) -> tuple[list[_Event], list[int]]:
-        """Commit what was emitted; also the accepted drafts of each request."""
+    ) -> tuple[list[_Event], list[int], list[list[float]]]:
+        """Commit what was emitted; also the accepted drafts of each request, and the confidences of all its drafts."""
         width = verified.tokens.shape[1]
         results = [verified.tokens, verified.num_accepted[:, None], verified.accept_probs]
         if draft is not None and draft.confidence_logits is not None:
@@ -317,7 +331,7 @@ class _Batch:
         events: list[_Event] = []
         for request, limit, row in zip(self.requests, offered, numbers, strict=True):
             accepted = int(row[width])
-            position = len(request.generation.prompt_ids) + len(request.generation.token_ids) - 1
+            position = request.position
             committed, reason = request.commit([int(token) for token in row[: accepted + 1]])
             stopped_in_drafts = reason == "stop" and len(committed) <= accepted
             judged = len(committed) if stopped_in_drafts else limit
@@ -332,7 +346,7 @@ class _Batch:
             )
             request.generation.steps.append(step)
             events.append((request, committed, step))
-        return events, [int(row[width]) for row in numbers]
+        return events, [int(row[width]) for row in numbers], [row[2 * width :] for row in numbers]
 
     def drop_finished(self) -> None:
         """Give the places of finished requests free."""

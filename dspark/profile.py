@@ -2,8 +2,8 @@
 
 What is timed is the whole step of `dspark.generate`: drafting, the target's pass, both distributions, rejection
 sampling, commits, and the host between them; a sum of parts measured alone would miss how they overlap. A schedule that
-goes through the lengths in random order runs in the loop and looks at the clock between steps, so a slow minute of the
-machine meets all lengths alike. Every repeat starts from fresh prompts, so contexts stay near the length asked for.
+goes through the kinds of steps in random order runs in the loop and looks at the clock between steps, so a slow minute
+of the machine meets all kinds alike. Every repeat starts from fresh prompts: contexts stay near the length asked for.
 """
 
 import random
@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +21,29 @@ from dspark.cost import CostPoint, CostTable
 from dspark.drafter import Drafter, check_num_draft_tokens
 from dspark.loop import generate
 from dspark.sampling import SamplingParams
-from dspark.schedule import Schedule
+from dspark.schedule import Plan, Schedule
 from dspark.target import HFTarget
 from dspark.terminal import count
 
 WARM_UP_STEPS = 2
-PLAIN = -1  # in place of a length: a step without drafter
+
+
+class Kind(NamedTuple):
+    """A kind of step: what is planned (`dspark.schedule.Plan`), and how many of the drafts are verified."""
+
+    num_drafts: int
+    choose: bool
+    verified: int
+
+
+PLAIN = Kind(0, choose=False, verified=0)
+
+
+def step_kinds(longest: int) -> list[Kind]:
+    """What is timed: a plain step, those that choose 0..longest, and those settled at powers of two and the longest."""
+    settled = sorted({min(1 << i, longest) for i in range(longest.bit_length() + 1)})
+    choosing = [Kind(longest, choose=True, verified=k) for k in range(longest + 1)]
+    return [PLAIN, *choosing, *(Kind(k, choose=False, verified=k) for k in settled)]
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,7 @@ class ProfileSettings:
 
     Attributes:
         batch_sizes: numbers of requests that run together.
-        num_draft_tokens: the most drafts per request, from 0 to which all are timed; None is the trained maximum.
+        num_draft_tokens: the most drafts per request (`step_kinds`); None is the trained maximum.
         context: tokens in each prompt.
         temperature: of the requests; 0 skips the work of sampling.
         repeats: timed steps of each kind.
@@ -86,7 +104,7 @@ def profile(
             "would serve nothing"
         )
     check_num_draft_tokens(drafter.config, longest)
-    num_steps = WARM_UP_STEPS + longest + 2
+    num_steps = WARM_UP_STEPS + len(step_kinds(longest))
     room = min(target.max_positions, drafter.config.max_position_embeddings - drafter.config.block_size)
     if settings.context + num_steps * (longest + 1) > room:
         raise ValueError(
@@ -97,9 +115,10 @@ def profile(
     for batch_size in sorted(settings.batch_sizes):
         seconds = time_steps(target, drafter, batch_size, longest, settings, clock)
         points += [_point(batch_size, kind, times) for kind, times in sorted(seconds.items())]
-        full, plain = (np.median(seconds[kind]) * 1e3 for kind in (longest, PLAIN))
+        whole = (Kind(longest, choose, longest) for choose in (False, True))
+        plain, full, chosen = (1e3 * np.median(seconds[kind]) for kind in (PLAIN, *whole))
         requests, drafts = count(batch_size, "request"), count(longest, "draft")
-        report(f"{requests}: {plain:.1f} ms a plain step, {full:.1f} ms with {drafts} verified")
+        report(f"{requests}: {plain:.1f} ms a plain step, {full:.1f} with {drafts}, {chosen:.1f} if that is chosen")
     return CostTable(tuple(points), asdict(settings) | {"num_draft_tokens": longest})
 
 
@@ -110,14 +129,14 @@ def time_steps(
     longest: int,
     settings: ProfileSettings,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[int, list[float]]:
-    """Seconds of steps by drafts verified, 0..longest, and `PLAIN`; `settings.repeats` of each."""
+) -> dict[Kind, list[float]]:
+    """Seconds of steps by kind (`step_kinds`), `settings.repeats` of each."""
     rng = random.Random(settings.seed)
-    seconds: dict[int, list[float]] = defaultdict(list)
-    kinds = [PLAIN, *range(longest + 1)]
+    seconds: dict[Kind, list[float]] = defaultdict(list)
+    kinds = step_kinds(longest)
     for _ in range(settings.repeats):
         order = rng.sample(kinds, len(kinds))
-        sweep = _Sweep([longest, PLAIN, *order], target.device, clock)
+        sweep = _Sweep([Kind(longest, choose=True, verified=longest), PLAIN, *order], target.device, clock)
         prompts = [[rng.randrange(target.vocab_size) for _ in range(settings.context)] for _ in range(batch_size)]
         params = [
             SamplingParams(
@@ -138,39 +157,41 @@ def time_steps(
 
 
 class SweepOver(Exception):
-    """All lengths were run; the generation is of no further use."""
+    """All steps were run; the generation is of no further use."""
 
 
 class _Sweep(Schedule):
-    """Runs a list of lengths, one a step, and notes when each step began."""
+    """Runs a list of kinds, one a step, and notes when each step began."""
 
     def __init__(
-        self, order: Sequence[int], device: torch.device, clock: Callable[[], float] = time.perf_counter
+        self, order: Sequence[Kind], device: torch.device, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.order, self.device, self.clock = list(order), device, clock
         self.started: list[float] = []
 
-    def plan(self, limits: Sequence[int]) -> int:
+    def plan(self, limits: Sequence[int]) -> Plan:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.started.append(self.clock())
         if len(self.started) > len(self.order):
             raise SweepOver
-        return 0 if self._now == PLAIN else max(limits)
+        return Plan(min(self._now.num_drafts, max(limits)), self._now.choose)
 
     def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
-        return [min(self._now, limit) for limit in limits]
+        return [min(self._now.verified, limit) for limit in limits]
 
     @property
-    def _now(self) -> int:
+    def _now(self) -> Kind:
         return self.order[len(self.started) - 1]
 
-    def durations(self) -> Iterator[tuple[int, float]]:
-        """(length, seconds) of every step."""
+    def durations(self) -> Iterator[tuple[Kind, float]]:
+        """(kind, seconds) of every step."""
         for kind, begin, end in zip(self.order, self.started, self.started[1:], strict=False):
             yield kind, end - begin
 
 
-def _point(batch_size: int, kind: int, times: Sequence[float]) -> CostPoint:
+def _point(batch_size: int, kind: Kind, times: Sequence[float]) -> CostPoint:
     low, median, high = (float(value) for value in np.quantile(times, [0.25, 0.5, 0.75]))
-    return CostPoint(batch_size, 1 + max(kind, 0), kind != PLAIN, median, low, high, len(times))
+    return CostPoint(
+        batch_size, 1 + kind.verified, kind.num_drafts > 0, median, low, high, len(times), chosen=kind.choose
+    )

@@ -11,6 +11,10 @@ that verifies l[r] drafts of each is expected to yield
 `ThroughputSchedule` is the same rule for a target that computes a rectangle, R requests times the longest block, as the
 in-process one does: whole columns are admitted, since the other rows of a column cost nothing extra.
 
+Choosing has a price: all drafts are proposed, and the host waits for their confidences before it can launch the
+target's pass. Where a step costs about the same whatever it verifies, that is all it would bring. A step can therefore
+be settled before it is drafted (`Plan`): so many drafts of every request, all of them verified, or none.
+
 What keeps this lossless
 ------------------------
 Rejection sampling emits the target's law only if {draft k of a request is verified} does not depend on draft k itself.
@@ -30,7 +34,8 @@ and "verify only if the draft is token 0", token 0 is emitted with 0.5 + 0.5 * 0
 Between steps the same must hold: what was learnt from drafts that never became output must not meet their randomness
 again. Drafts are drawn from noise of their absolute position; a position rejected in one step and drafted again in the
 next would see the same noise, and a rule that remembers (or another request whose length it changed) carries knowledge
-of it. `step_streams` therefore gives every step of a scheduled run draft noise of its own.
+of it. `step_streams` therefore gives every step of a scheduled run draft noise of its own. What is settled before a
+step is settled by earlier steps alone, and needs nothing more.
 
 Source: DSpark, arXiv:2607.05147, Algorithm 1, section 5.2 and appendix A.
 """
@@ -47,30 +52,46 @@ import torch
 from dspark.cost import CostTable
 from dspark.sampling import Purpose, Streams
 
-# A pause in drafting is broken by one drafted step after this many plain ones, at first and at most, and each pause is
-# so many times the last. A drafted step that does not pay costs some two plain ones at worst: one in 64 is 1.5%.
+# Settled steps are broken by one that chooses after so many of them, at first and at most, and each time there are so
+# many times the last. A step that chooses costs some two plain ones at worst: one in 64 is 1.5%.
 FIRST_PAUSE, LONGEST_PAUSE, LENGTHENING = 4, 64, 4
-# The running mean of confidences is one over some 16 requests' steps. Steps without drafts count too, so that one that
-# breaks a pause is believed, but by no more than half if it is of few requests.
+# So many requests' steps have to choose before one is settled that drafts.
+FIRST_LOOKS = 8
+# Running means are over some 16 requests' steps. Steps in which nothing was seen count too, so that one that breaks a
+# pause is believed, but by no more than half if it is of few requests.
 MEAN_OVER, MOST_SHARE = 16, 0.5
 # Accepted against expected drafts, from earlier steps: drafts that count as seen with a ratio of 1 at first, share of
 # the past that is kept from step to step, and how far the ratio is believed.
 PRIOR_DRAFTS, KEPT_SHARE, LARGEST_RATIO = 4.0, 0.95, 3.0
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is settled about a step before anything of it is drafted.
+
+    Attributes:
+        num_drafts: proposed for each request; 0 makes it a plain step, which runs no drafter.
+        choose: whether the schedule is asked how many of them to verify. If not, all are, and nothing waits for their
+            confidences.
+    """
+
+    num_drafts: int
+    choose: bool = True
+
+
 class Schedule(ABC):
     """Chooses lengths. What it may read is bound by the module docstring; a schedule of your own has to keep to it."""
 
-    def plan(self, limits: Sequence[int]) -> int:
-        """Drafts to propose in the coming step, before anything of it is drafted.
+    def plan(self, limits: Sequence[int]) -> Plan:
+        """The coming step. By default all that may be verified is drafted, and `__call__` is asked.
 
         Args:
             limits: per request, the most that may be verified.
 
         Returns:
-            0..max(limits); 0 makes it a plain step, which runs no drafter.
+            0..max(limits) drafts.
         """
-        return max(limits, default=0)
+        return Plan(max(limits, default=0))
 
     @abstractmethod
     def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
@@ -85,8 +106,13 @@ class Schedule(ABC):
             [B] lengths, 0..limits.
         """
 
-    def observe(self, accepted: Sequence[int]) -> None:  # noqa: B027 (most schedules keep no record)
-        """What became of the lengths chosen last: [B] drafts that were kept. Nothing needs to be done with it."""
+    def observe(self, accepted: Sequence[int], confidence: np.ndarray) -> None:  # noqa: B027 (most keep no record)
+        """What became of a step that drafted. Nothing needs to be done with it.
+
+        Args:
+            accepted: [B] drafts that were kept.
+            confidence: [B, K] float64, of all that were proposed.
+        """
 
 
 @dataclass(frozen=True)
@@ -117,49 +143,61 @@ class ThroughputSchedule(Schedule):
     """Verify as many drafts as raises expected tokens per second on the profiled machine.
 
     Columns are admitted one after another (a target that computes a rectangle), or single rows with `ragged`. With
-    `adaptive` the confidences of *earlier* steps are averaged, for two uses: a column that does not pay by itself is
+    `adaptive` the survivals of *earlier* steps are averaged, for two uses: a column that does not pay by itself is
     admitted where it is expected to with those behind it (a profiled curve has steps, on which the plain rule would
-    stop too early); and while drafting is expected to yield less than plain steps, nothing is drafted at all, except
-    for a step now and then to see whether that has changed. Survivals are then also corrected by the ratio of accepted
-    to expected drafts, so that a drafter without calibration is not trusted for long. Without it this is Algorithm 1,
-    and keeps no state.
+    stop too early); and while the best number of drafts for every request, with 0 among them, yields more than choosing
+    did in the steps that chose, steps are settled at that number, except for one now and then to see whether that has
+    changed. Survivals are then also corrected by the ratio of accepted to expected drafts, so that a drafter without
+    calibration is not trusted for long. Without it this is Algorithm 1, and keeps no state.
 
     An object holds the averages of one run: use a new one for each.
     """
 
     def __init__(self, cost: CostTable, *, ragged: bool = False, adaptive: bool = True) -> None:
         self.cost, self.ragged, self.adaptive = cost, ragged, adaptive
-        self._expected: np.ndarray | None = None  # [K] running mean of confidence by position
-        self._pause, self._paused_for, self._is_probe = FIRST_PAUSE, 0, False
-        self._steps_since = 0  # confidences were last seen
+        self._survival: np.ndarray | None = None  # [K] running mean by position
+        self._since_seen = self._since_look = 0  # steps: confidences were seen, a step chose
+        # Running means over steps that chose, of tokens and seconds per request: as it was, and settled beforehand.
+        self._compared, self._looks = np.zeros(4), 0
+        self._until_look, self._pause = 0, FIRST_PAUSE
+        self._plan, self._verified = Plan(0), [0]  # of the step
         self._accepted = self._predicted = 0.0  # drafts, over earlier steps
-        self._predicted_now = 0.0
 
-    def plan(self, limits: Sequence[int]) -> int:
+    def plan(self, limits: Sequence[int]) -> Plan:
         longest = max(limits, default=0)
-        self._steps_since += 1
-        if not self.adaptive or self._expected is None or not longest:
-            return longest
-        if self._paused_for:
-            self._paused_for -= 1
-            self._is_probe = self._paused_for == 0  # the step after a pause drafts, whatever is expected
-            return 0
-        if self._is_probe or self._drafting_pays(len(limits), longest):
-            self._is_probe = False
-            return longest
-        self._paused_for = self._pause - 1
-        self._is_probe = self._paused_for == 0
-        self._pause = min(LENGTHENING * self._pause, LONGEST_PAUSE)
-        return 0
+        self._since_seen, self._since_look = self._since_seen + 1, self._since_look + 1
+        self._plan = Plan(longest)
+        if self._until_look and longest:
+            self._until_look -= 1
+            self._plan = self._settled(len(limits), longest)[0]
+        self._verified = [min(self._plan.num_drafts, limit) for limit in limits]
+        return self._plan
 
-    def _drafting_pays(self, num_requests: int, longest: int) -> bool:
-        assert self._expected is not None
-        columns = np.minimum(num_requests * np.cumprod(self._expected)[:longest] * self.ratio, num_requests)
-        rates = (num_requests + np.cumsum(columns)) / self._seconds(num_requests, len(columns))[1:]
-        pays = bool(rates.max() >= num_requests / self.cost.plain_seconds(num_requests))
-        if pays:
-            self._pause = FIRST_PAUSE
-        return pays
+    def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
+        survival = np.minimum(survivals(confidence) * self.ratio, 1.0)
+        num_requests = len(limits)
+        if self.ragged:
+            rows = np.arange(num_requests, num_requests + sum(limits) + 1)
+            self._verified = admit_by_survival(survival, limits, self.cost.step_seconds(num_requests, rows))
+        else:
+            offered = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
+            rows = num_requests * np.arange(1, survival.shape[1] + 2)
+            seconds = self.cost.step_seconds(num_requests, rows)
+            width = admit_columns((survival * offered).sum(0), seconds, num_requests, self._expected())
+            self._verified = [min(width, limit) for limit in limits]
+        return self._verified
+
+    def observe(self, accepted: Sequence[int], confidence: np.ndarray) -> None:
+        if not self.adaptive:
+            return
+        survival = survivals(confidence)
+        verified = np.arange(survival.shape[1]) < np.asarray(self._verified)[:, None]
+        corrected = np.minimum(survival * self.ratio, 1.0)
+        self._remember(survival.mean(0), len(survival))
+        if self._plan.choose:
+            self._compare(corrected, verified)
+        self._accepted = KEPT_SHARE * self._accepted + sum(accepted)
+        self._predicted = KEPT_SHARE * self._predicted + float(survival[verified].sum())
 
     @property
     def ratio(self) -> float:
@@ -167,47 +205,54 @@ class ThroughputSchedule(Schedule):
         found = (self._accepted + PRIOR_DRAFTS) / (self._predicted + PRIOR_DRAFTS)
         return min(max(found, 1 / LARGEST_RATIO), LARGEST_RATIO)
 
-    def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
-        raw = survivals(confidence)
-        survival = np.minimum(raw * self.ratio, 1.0)
-        num_requests = len(limits)
-        expected = self._expected
-        if self.adaptive:
-            self._remember(confidence, raw)
-        if self.ragged:
-            rows = np.arange(num_requests, num_requests + sum(limits) + 1)
-            lengths = admit_by_survival(survival, limits, self.cost.step_seconds(num_requests, rows))
+    def _settled(self, num_requests: int, longest: int) -> tuple[Plan, float]:
+        """The best of the plans that choose nothing, by earlier steps, and its seconds."""
+        assert self._survival is not None, "the first step chooses"
+        seconds = self.cost.settled_seconds(num_requests, min(longest, len(self._survival)))
+        seconds = np.concatenate([[self.cost.plain_seconds(num_requests)], seconds])
+        columns = np.minimum(self._survival[: len(seconds) - 1] * self.ratio, 1.0)
+        best = int(np.argmax((1.0 + np.concatenate([[0.0], np.cumsum(columns)])) / seconds))
+        return Plan(best, choose=False), float(seconds[best])
+
+    def _compare(self, survival: np.ndarray, verified: np.ndarray) -> None:
+        """Whether choosing pays: this step, as it was chosen, with the same step settled beforehand."""
+        num_requests, longest = survival.shape
+        settled, seconds = self._settled(num_requests, longest)
+        rows = num_requests + (verified.sum() if self.ragged else num_requests * verified.sum(1).max())
+        tokens = num_requests + np.array([survival[verified].sum(), survival[:, : settled.num_drafts].sum()])
+        took = self.cost.step_seconds(num_requests, np.asarray(rows)), seconds
+        self._looks += num_requests
+        share = max(_share(num_requests, self._since_look), num_requests / self._looks)
+        self._since_look = 0
+        self._compared += share * (np.array([*tokens, *took]) / num_requests - self._compared)
+        of_choice, of_settled = self._compared[:2] / self._compared[2:]
+        if of_choice >= of_settled:
+            self._until_look, self._pause = 0, FIRST_PAUSE
+        elif self._looks >= FIRST_LOOKS or settled.num_drafts == 0:
+            self._until_look, self._pause = self._pause, min(LENGTHENING * self._pause, LONGEST_PAUSE)
+
+    def _expected(self) -> np.ndarray | None:
+        """[K]: the confidence by position that earlier steps had, where it was reached."""
+        if self._survival is None:
+            return None
+        reached = np.concatenate([[1.0], self._survival[:-1]])
+        return self._survival / np.maximum(reached, np.finfo(np.float64).tiny)
+
+    def _remember(self, seen: np.ndarray, num_requests: int) -> None:
+        known = self._survival
+        if known is None or len(known) < len(seen):
+            self._survival = seen
         else:
-            offered = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
-            columns = (survival * offered).sum(0)
-            width = admit_columns(columns, self._seconds(num_requests, len(columns)), num_requests, expected)
-            lengths = [min(width, limit) for limit in limits]
-        self._predicted_now = float(raw[np.arange(raw.shape[1]) < np.asarray(lengths)[:, None]].sum())
-        return lengths
+            new = known[: len(seen)] + _share(num_requests, self._since_seen) * (seen - known[: len(seen)])
+            behind = known[len(seen) :] * (new[-1] / max(known[len(seen) - 1], np.finfo(np.float64).tiny))
+            self._survival = np.concatenate([new, behind])  # of drafts not proposed: as likely as before once reached
+        self._since_seen = 0
 
-    def observe(self, accepted: Sequence[int]) -> None:
-        if self.adaptive:
-            self._accepted = KEPT_SHARE * self._accepted + sum(accepted)
-            self._predicted = KEPT_SHARE * self._predicted + self._predicted_now
 
-    def _seconds(self, num_requests: int, num_drafts: int) -> np.ndarray:
-        """[num_drafts + 1]: step time with 0, 1, ... drafts of every request verified."""
-        return self.cost.step_seconds(num_requests, num_requests * np.arange(1, num_drafts + 2))
-
-    def _remember(self, confidence: np.ndarray, survival: np.ndarray) -> None:
-        # Weighted by the chance that the position is reached at all.
-        reached = np.hstack([np.ones((len(survival), 1)), survival[:, :-1]])
-        seen = survival.sum(0) / np.maximum(reached.sum(0), np.finfo(np.float64).tiny)
-        if self._expected is None or len(self._expected) < len(seen):
-            self._expected = seen
-        else:
-            self._expected = self._expected.copy()  # the caller still decides by the old one
-            share = len(survival) / (len(survival) + MEAN_OVER)
-            since_then = 1 - (1 - share) ** max(self._steps_since, 1)
-            self._expected[: len(seen)] += max(share, min(since_then, MOST_SHARE)) * (
-                seen - self._expected[: len(seen)]
-            )
-        self._steps_since = 0
+def _share(num_requests: int, steps: int) -> float:
+    """Of what is seen of so many requests in a running mean that was last brought up to date `steps` steps ago."""
+    share = num_requests / (num_requests + MEAN_OVER)
+    return max(share, min(1 - (1 - share) ** max(steps, 1), MOST_SHARE))
 
 
 def survivals(confidence: np.ndarray) -> np.ndarray:

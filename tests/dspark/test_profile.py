@@ -12,7 +12,7 @@ from dspark.cli import main
 from dspark.cost import CostTable
 from dspark.default import default_drafter_path
 from dspark.drafter import Drafter
-from dspark.profile import PLAIN, ProfileSettings, SweepOver, _Sweep, profile, time_steps
+from dspark.profile import PLAIN, Kind, ProfileSettings, SweepOver, _Sweep, profile, step_kinds, time_steps
 from dspark.schedule import ThroughputSchedule
 
 
@@ -24,17 +24,29 @@ def pair():
 
 def test_every_kind_of_step_is_timed(pair):
     seconds = time_steps(*pair, 2, 3, ProfileSettings(context=5, repeats=3))
-    assert {kind: len(times) for kind, times in seconds.items()} == dict.fromkeys([PLAIN, 0, 1, 2, 3], 3)
+    choosing, settled = [Kind(3, True, k) for k in range(4)], [Kind(k, False, k) for k in (1, 2, 3)]
+    assert {kind: len(times) for kind, times in seconds.items()} == dict.fromkeys([PLAIN, *choosing, *settled], 3)
     assert all(time > 0 for times in seconds.values() for time in times)
+
+
+@pytest.mark.parametrize(("longest", "settled"), [(1, [1]), (4, [1, 2, 4]), (7, [1, 2, 4, 7]), (8, [1, 2, 4, 8])])
+def test_settled_steps_are_timed_at_powers_of_two_and_the_longest(longest, settled):
+    kinds = step_kinds(longest)
+    assert [kind.verified for kind in kinds if kind.num_drafts and not kind.choose] == settled
+    assert [kind.verified for kind in kinds if kind.choose] == list(range(longest + 1))
 
 
 def test_a_sweep_verifies_what_it_says(pair):
     target, drafter = pair
-    sweep = _Sweep([4, PLAIN, 0, 2, 1], target.device)
+    order = [Kind(4, True, 4), PLAIN, Kind(4, True, 0), Kind(2, False, 2), Kind(4, True, 1), Kind(1, False, 1)]
+    sweep, rows = _Sweep(order, target.device), []
+    verify = target.verify
+    target.verify = lambda cache, tokens: rows.append(tokens.shape[1]) or verify(cache, tokens)
     params = SamplingParams(temperature=0, max_new_tokens=30)
     with pytest.raises(SweepOver):
         generate(target, drafter, [[1, 2], [3]], params, schedule=sweep)
-    assert [kind for kind, _ in sweep.durations()] == [4, PLAIN, 0, 2, 1]
+    assert [kind for kind, _ in sweep.durations()] == order
+    assert rows == [5, 1, 1, 3, 2, 2]
 
 
 def test_the_table_has_quartiles_and_settings_and_is_used(pair):
@@ -42,7 +54,7 @@ def test_the_table_has_quartiles_and_settings_and_is_used(pair):
     lines = []
     table = profile(target, drafter, ProfileSettings(batch_sizes=(2, 1), context=5, repeats=3), lines.append)
     assert table.num_requests == (1, 2)
-    assert len(table.points) == 2 * (1 + 5)
+    assert len(table.points) == 2 * (1 + 5 + 3)
     assert all(point.low <= point.seconds <= point.high and point.repeats == 3 for point in table.points)
     assert table.settings["context"] == 5
     assert len(lines) == 2
@@ -73,7 +85,7 @@ def test_settings_that_time_nothing_are_refused(changes, message):
 
 
 def test_a_context_without_room_is_refused(pair):
-    with pytest.raises(ValueError, match="leaves no room for 8 steps of 5 tokens within 252"):
+    with pytest.raises(ValueError, match="leaves no room for 11 steps of 5 tokens within 252"):
         profile(*pair, ProfileSettings(context=240))
 
 

@@ -16,10 +16,12 @@ from dspark import SamplingParams, generate
 from dspark.cost import CostPoint, CostTable, along, never_falling
 from dspark.sampling import Purpose, Streams
 from dspark.schedule import (
+    FIRST_LOOKS,
     FIRST_PAUSE,
     LARGEST_RATIO,
     LENGTHENING,
     LONGEST_PAUSE,
+    Plan,
     Schedule,
     StaticThreshold,
     ThroughputSchedule,
@@ -32,9 +34,11 @@ from dspark.schedule import (
 )
 
 
-def cost_table(seconds, plain=None, sizes=(1, 2, 4)) -> CostTable:
-    """Times by drafts verified (the same for every batch, so rows of other requests are free)."""
+def cost_table(seconds, plain=None, sizes=(1, 2, 4), settled=()) -> CostTable:
+    """Times by drafts verified (the same for every batch, so rows of other requests are free); `settled`: of 1, 2, ...
+    drafts settled beforehand."""
     points = [CostPoint(size, 1 + k, True, value, value, value, 3) for size in sizes for k, value in enumerate(seconds)]
+    points += [CostPoint(size, 2 + k, True, t, t, t, 3, chosen=False) for size in sizes for k, t in enumerate(settled)]
     plain = seconds[0] if plain is None else plain
     return CostTable((*points, *(CostPoint(size, 1, False, plain, plain, plain, 3) for size in sizes)), {})
 
@@ -127,7 +131,7 @@ class Pauses(Schedule):
 
     def plan(self, limits):
         self.steps += 1
-        return 0 if self.steps % 4 else max(limits)
+        return Plan(0 if self.steps % 4 else max(limits))
 
     def __call__(self, confidence, limits):
         return list(limits)
@@ -162,18 +166,69 @@ def test_a_hopeless_drafter_is_paused_and_tried_again():
     schedule = ThroughputSchedule(cost_table([2.0, 2.2, 2.4], plain=1.0))
     drafted = []
     for _ in range(300):
-        planned = schedule.plan([2])
-        drafted.append(planned)
-        if planned:
-            schedule(np.array([[0.1, 0.1]]), [2])
+        drafted.append(step(schedule, [0.1, 0.1]).num_drafts)
     assert drafted[: 2 + FIRST_PAUSE] == [2] + [0] * FIRST_PAUSE + [2]
     pauses = [len(list(group)) for planned, group in itertools.groupby(drafted) if not planned]
     assert pauses[:3] == [FIRST_PAUSE, LENGTHENING * FIRST_PAUSE, LENGTHENING**2 * FIRST_PAUSE]
     assert max(pauses) == LONGEST_PAUSE
     for _ in range(4 * LONGEST_PAUSE):  # the text turns easy
-        if schedule.plan([2]):
-            schedule(np.array([[0.99, 0.99]]), [2])
-    assert all(schedule.plan([2]) == 2 for _ in range(50))
+        step(schedule, [0.99, 0.99])
+    assert all(step(schedule, [0.99, 0.99]) == Plan(2) for _ in range(50))
+
+
+def step(schedule, confidence) -> Plan:
+    """One step of one request whose drafts have these confidences; as many are kept as is expected."""
+    limits, values = [len(confidence)], np.array([confidence])
+    plan = schedule.plan(limits)
+    if plan.num_drafts:
+        values = values[:, : plan.num_drafts]
+        (length,) = schedule(values, limits) if plan.choose else [plan.num_drafts]
+        schedule.observe([round(float(survivals(values)[0, :length].sum()))], values)
+    return plan
+
+
+# Choosing takes a fifth longer, whatever is verified; drafting itself takes a little for every draft.
+DEAR_CHOICE = cost_table([1.2] * 5, plain=0.8, settled=[0.92, 0.94, 0.96, 0.98])
+
+
+def test_where_choosing_brings_nothing_steps_are_settled_at_the_best_number():
+    schedule = ThroughputSchedule(DEAR_CHOICE)
+    plans = [step(schedule, [0.8, 0.6, 0.01, 0.01]) for _ in range(300)]
+    # 1.8 / 0.92 = 1.96, 2.28 / 0.94 = 2.43, 2.285 / 0.96 = 2.38
+    assert plans[: FIRST_LOOKS + FIRST_PAUSE + 1] == [Plan(4)] * FIRST_LOOKS + [Plan(2, False)] * FIRST_PAUSE + [
+        Plan(4)
+    ]
+    assert set(plans) == {Plan(4), Plan(2, choose=False)}
+    pauses = [len(list(group)) for choose, group in itertools.groupby(plan.choose for plan in plans) if not choose]
+    assert pauses[1] == LENGTHENING * FIRST_PAUSE
+    assert max(pauses) == LONGEST_PAUSE
+
+
+def test_settled_numbers_follow_the_text_without_a_look():
+    """Confidences are seen in settled steps, too, as far as drafts are proposed, and what lies behind follows."""
+    schedule = ThroughputSchedule(cost_table([1.5] * 5, plain=0.9, settled=[0.92, 1.0, 1.08, 1.16]))
+    for _ in range(FIRST_LOOKS + FIRST_PAUSE + 1):
+        step(schedule, [0.8, 0.8, 0.8, 0.8])
+    assert step(schedule, [0.8, 0.8, 0.8, 0.8]) == Plan(4, choose=False)
+    settled = [step(schedule, [0.8, 0.8, 0.01, 0.01]) for _ in range(LENGTHENING * FIRST_PAUSE - 1)]
+    assert not any(plan.choose for plan in settled)
+    assert settled[-1].num_drafts < 4
+    before = schedule._expected()
+    schedule._remember(np.array([0.5]), 1)
+    assert schedule._expected()[1:] == pytest.approx(before[1:])
+
+
+def test_where_texts_differ_from_step_to_step_it_goes_on_choosing():
+    """Half the steps have four sure drafts and half have none: no number is right for both, and a draft costs much."""
+    schedule = ThroughputSchedule(cost_table([1.0, 1.5, 2.0, 2.5, 3.0], plain=0.9, settled=[1.45, 1.95, 2.45, 2.95]))
+    plans = [step(schedule, [0.99] * 4 if i % 2 else [0.01] * 4) for i in range(200)]
+    assert all(plan.choose for plan in plans[20:])
+
+
+def test_a_table_of_choosing_steps_alone_settles_on_plain_steps_only():
+    schedule = ThroughputSchedule(cost_table([1.2] * 5, plain=0.8))
+    plans = {step(schedule, [0.8, 0.6, 0.01, 0.01]) for _ in range(100)}
+    assert plans == {Plan(4)}
 
 
 def test_a_drafter_that_is_better_than_it_says_is_believed_and_one_that_is_worse_is_not():
@@ -181,17 +236,17 @@ def test_a_drafter_that_is_better_than_it_says_is_believed_and_one_that_is_worse
     better = ThroughputSchedule(cost_table([1.0, 1.4, 1.5, 1.6], plain=0.9))
     assert better(confidence, [3]) == [0]
     for _ in range(40):
-        better.observe([better(confidence, [3])[0] or 1])
+        better.observe([better(confidence, [3])[0] or 1], confidence)
     assert better.ratio == LARGEST_RATIO
     assert better(confidence, [3]) == [3]
     worse = ThroughputSchedule(cost_table([1.0, 1.4, 1.8, 2.2], plain=0.9))
     assert worse(np.array([[0.9, 0.9, 0.9]]), [3]) == [3]
     for _ in range(40):
         worse(np.array([[0.9, 0.9, 0.9]]), [3])
-        worse.observe([0])
+        worse.observe([0], np.array([[0.9, 0.9, 0.9]]))
     assert worse.ratio < 0.5
     assert worse(np.array([[0.9, 0.9, 0.9]]), [3]) == [0]
-    assert worse.plan([3]) == 0
+    assert worse.plan([3]) == Plan(0, choose=False)
 
 
 def test_without_history_it_is_algorithm_1_on_columns():
@@ -249,8 +304,9 @@ def with_history(cost, confidence):
 
     def rule(values, limits):
         schedule = ThroughputSchedule(cost)
-        schedule(np.full_like(values, confidence), limits)
-        schedule.observe([1] * len(limits))
+        earlier = np.full_like(values, confidence)
+        schedule(earlier, limits)
+        schedule.observe([1] * len(limits), earlier)
         return schedule(values, limits)
 
     return rule
@@ -383,14 +439,28 @@ class Remembers(Schedule):
         return [min(int(value > 0.5), limit) for value, limit in zip(self.seen[0][:, 2], limits, strict=True)]
 
 
+class Settles(Remembers):
+    """The same, but the second step is settled before it is drafted."""
+
+    def plan(self, limits):
+        if len(self.seen) != 1:
+            return Plan(max(limits))
+        self.seen.append(None)
+        return Plan(min(int((self.seen[0][:, 2] > 0.5).any()), max(limits)), choose=False)
+
+
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh-noise", "noise-of-the-position"])
-def test_noise_of_drafts_behind_a_rejection_is_not_met_again(fresh, monkeypatch):
-    """The second and third token of 4000 requests against the target's law, false alarm 1e-4; with noise that is tied
-    to the position alone the bias must be found.
+@pytest.mark.parametrize(
+    ("make", "requests", "at_once"),
+    [pytest.param(Remembers, 4000, 2000, id="chooses"), pytest.param(Settles, 2500, 1, id="settles")],
+)
+def test_noise_of_drafts_behind_a_rejection_is_not_met_again(make, requests, at_once, fresh, monkeypatch):
+    """The second and third token of many requests against the target's law, false alarm 1e-4; with noise that is tied
+    to the position alone the bias must be found. A step is settled for all requests at once, so one runs at a time.
     """
     if not fresh:
         monkeypatch.setattr(dspark.loop, "step_streams", lambda streams, positions: streams)
-    p_value = p_value_of_generation(*pair_that_trusts_token_0(), Remembers)
+    p_value = p_value_of_generation(*pair_that_trusts_token_0(), make, requests, at_once)
     assert (p_value > 1e-4) if fresh else (p_value < 1e-4)
 
 
@@ -417,6 +487,9 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
         pytest.param(lambda: StaticThreshold(0.4), id="threshold"),
         pytest.param(lambda: ThroughputSchedule(cost_table([1.0, 1.1, 1.3, 1.6, 2.0], plain=0.4)), id="adaptive"),
         pytest.param(lambda: ThroughputSchedule(cost_table([1.0, 1.1, 1.3, 1.6, 2.0]), ragged=True), id="ragged"),
+        pytest.param(
+            lambda: ThroughputSchedule(cost_table([1.9] * 5, 0.9, settled=[1.0, 1.4, 1.6, 1.8])), id="settled"
+        ),
     ],
 )
 def test_greedy_output_is_the_targets_and_trimmed_drafts_are_not_offered(make):
@@ -433,6 +506,27 @@ def test_greedy_output_is_the_targets_and_trimmed_drafts_are_not_offered(make):
         assert len(step.accept_probs) == len(step.confidence) == step.num_offered
         assert step.num_accepted <= step.num_offered
         assert not np.isnan(step.accept_probs).any()
+
+
+def test_step_noise_comes_from_the_seed_and_the_anchors_position(monkeypatch):
+    """Computed on the host from what it knows of the requests, it is that of the streams and contexts on the device."""
+    target = tiny_target()
+    drafter = tiny_drafter(drafter_config(), target)
+    on_host, seen = dspark.loop._Batch._step_streams, []
+
+    def compared(batch):
+        found = on_host(batch)
+        assert torch.equal(found.seeds, step_streams(batch.streams, batch.cache.lengths).seeds)
+        seen.append(len(found))
+        return found
+
+    monkeypatch.setattr(dspark.loop._Batch, "_step_streams", compared)
+    params = [
+        SamplingParams(seed=seed, max_new_tokens=n, ignore_eos=True) for seed, n in ((3, 4), (None, 9), (-(2**63), 14))
+    ]
+    for size in (1, 2, 3):
+        generate(target, drafter, PROMPTS, params, schedule=StaticThreshold(0.2), max_batch_size=size)
+    assert set(seen) == {1, 2, 3}
 
 
 def test_threshold_0_changes_nothing():
@@ -470,6 +564,12 @@ def test_times_between_and_beyond_the_points():
     assert table.step_seconds(2, np.array([4])).tolist() == [4.0]  # a third of the way from 3 to 6
     assert table.step_seconds(8, np.array([8])).tolist() == [10.0]  # above the largest batch in proportion
     assert table.plain_seconds(2) == 2.0
+    assert table.settled_seconds(2, 3).tolist() == []
+    settled = [CostPoint(size, rows, True, size * rows, 0, 0, 1, chosen=False) for size in (1, 4) for rows in (2, 5)]
+    table = CostTable((*table.points, *settled), {})
+    assert table.settled_seconds(1, 4).tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert table.settled_seconds(2, 5).tolist() == [4.0, 6.0, 8.0, 10.0, 12.0]
+    assert table.step_seconds(1, np.array([1, 2])).tolist() == [2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -498,6 +598,13 @@ def test_a_table_survives_the_disk_and_other_files_are_refused(tmp_path):
     (tmp_path / "text").write_text("nothing")
     with pytest.raises(ValueError, match="no JSON"):
         CostTable.load(tmp_path / "text")
+    settled = cost_table([1.2] * 3, settled=[1.0, 1.1])
+    settled.save(path)
+    assert CostTable.load(path) == settled
+    with pytest.raises(ValueError, match="no settled points for 2 requests, but for others"):
+        CostTable(tuple(p for p in settled.points if p.chosen or p.num_requests != 2), {})
+    with pytest.raises(ValueError, match="1 requests with 2, 2, 3 rows"):
+        CostTable((*settled.points, CostPoint(1, 2, True, 1.0, 1.0, 1.0, 3, chosen=False)), {})
     with pytest.raises(ValueError, match="0 plain points for 1 requests"):
         CostTable((CostPoint(1, 1, True, 1.0, 1.0, 1.0, 1),), {})
     # Twice the same rows give no slope: times beyond them would be NaN, and every draft would be verified.
