@@ -5,7 +5,8 @@ per request (1 + drafts verified), in two ways: steps that choose how many draft
 for their confidences, and steps settled beforehand, which propose what they verify and don't wait. Between the points
 time is interpolated linearly in both. Measured times scatter, and a dip would look like rows that are cheaper than
 none, so along the rows each curve is first replaced by the closest one that never falls (least squares, pool adjacent
-violators).
+violators). And since a step that chooses does all that one settled at the same number does, and more, none that is
+settled counts as dearer.
 """
 
 import json
@@ -78,7 +79,8 @@ class CostTable:
             plain[size] = undrafted[0]
             curves[size] = _curve(choosing, plain[size])
             if others := [point for point in here if point.drafted and not point.chosen]:
-                settled[size] = _curve(others, plain[size])
+                rows, seconds = _curve(others, plain[size])
+                settled[size] = rows, np.minimum(seconds, along(rows, *curves[size]))
         if not curves:
             raise ValueError("the cost table has no points: profile again")
         if settled and settled.keys() != curves.keys():

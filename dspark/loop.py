@@ -14,7 +14,7 @@ numbers per position.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -34,13 +34,14 @@ from dspark.sampling import (
     to_distribution,
     verify_logits,
 )
-from dspark.schedule import Plan, Schedule, step_streams
+from dspark.schedule import Plan, Schedule, step_seeds
 from dspark.target import Target
 
 OnTokens = Callable[[int, list[int], StepRecord | None], None]
 OnFinish = Callable[[int, Generation], None]
 
 MOST_UNREAD = 64  # plain steps whose taps are kept before the drafter's context takes them in
+SEEDS_AHEAD = 64  # positions for which seeds of a step's draft noise are computed at once
 
 
 @torch.inference_mode()
@@ -156,6 +157,8 @@ class _Request:
     max_new_tokens: int
     generation: Generation
     seed: int = 0  # of its random numbers; set when it is admitted
+    step_seeds: list[int] = field(default_factory=list)  # of its drafts, for anchors from this position on
+    seeds_from: int = 0
 
     @property
     def position(self) -> int:
@@ -263,7 +266,7 @@ class _Batch:
         events, accepted, confidence = self._record(offered, draft, verified)
         kept = [drafts + 1 for drafts in accepted]  # rows of the pass: the anchor and the accepted drafts
         if self.schedule is not None and draft is not None:
-            self.schedule.observe(accepted, np.array(confidence))
+            self.schedule.observe(accepted, confidence)
         self.target.commit(self.cache, kept)
         if draft is None and self.drafter is not None:
             self.unread.append(output.taps)
@@ -299,10 +302,16 @@ class _Batch:
         return self.drafter.propose(self.draft_cache, anchors, sampling, streams, num_draft_tokens, self.drafting)
 
     def _step_streams(self) -> Streams:
-        """Draft noise of this step alone. Computed on the host: it is some 25 launches of a few numbers."""
-        seeds = torch.tensor([request.seed for request in self.requests])
-        positions = torch.tensor([request.position for request in self.requests])
-        return Streams(step_streams(Streams(seeds), positions).seeds.to(self.target.device, non_blocking=True))
+        """Draft noise of this step alone (`dspark.schedule.step_streams`). Seeds of the positions ahead are computed
+        together and on the host: each time it is some 25 operations on a few numbers.
+        """
+        if any(request.position >= request.seeds_from + len(request.step_seeds) for request in self.requests):
+            ahead = torch.tensor([request.position for request in self.requests])[:, None] + torch.arange(SEEDS_AHEAD)
+            found = step_seeds(Streams(torch.tensor([request.seed for request in self.requests])), ahead)
+            for request, seeds in zip(self.requests, found.tolist(), strict=True):
+                request.seeds_from, request.step_seeds = request.position, seeds
+        here = [request.step_seeds[request.position - request.seeds_from] for request in self.requests]
+        return Streams(self._to_device(here))
 
     def _lengths(self, plan: Plan, draft: Draft | None, offered: list[int]) -> list[int]:
         """Drafts to verify of each request, at most `offered`."""
@@ -321,15 +330,15 @@ class _Batch:
 
     def _record(
         self, offered: list[int], draft: Draft | None, verified: Verification
-    ) -> tuple[list[_Event], list[int], list[list[float]]]:
+    ) -> tuple[list[_Event], list[int], np.ndarray]:
         """Commit what was emitted; also the accepted drafts of each request, and the confidences of all its drafts."""
         width = verified.tokens.shape[1]
         results = [verified.tokens, verified.num_accepted[:, None], verified.accept_probs]
         if draft is not None and draft.confidence_logits is not None:
             results.append(draft.confidence_logits.sigmoid())
-        numbers = torch.cat([each.double() for each in results], dim=1).tolist()  # one copy; float64 holds them exactly
+        numbers = torch.cat([each.double() for each in results], dim=1).cpu().numpy()  # one copy, exact in float64
         events: list[_Event] = []
-        for request, limit, row in zip(self.requests, offered, numbers, strict=True):
+        for request, limit, row in zip(self.requests, offered, numbers.tolist(), strict=True):
             accepted = int(row[width])
             position = request.position
             committed, reason = request.commit([int(token) for token in row[: accepted + 1]])
@@ -346,7 +355,7 @@ class _Batch:
             )
             request.generation.steps.append(step)
             events.append((request, committed, step))
-        return events, [int(row[width]) for row in numbers], [row[2 * width :] for row in numbers]
+        return events, numbers[:, width].astype(int).tolist(), numbers[:, 2 * width :]
 
     def drop_finished(self) -> None:
         """Give the places of finished requests free."""

@@ -53,10 +53,12 @@ from dspark.cost import CostTable
 from dspark.sampling import Purpose, Streams
 
 # Settled steps are broken by one that chooses after so many of them, at first and at most, and each time there are so
-# many times the last. A step that chooses costs some two plain ones at worst: one in 64 is 1.5%.
-FIRST_PAUSE, LONGEST_PAUSE, LENGTHENING = 4, 64, 4
+# many times the last; after more where one that chooses costs so much that this share of the time would go into them.
+FIRST_PAUSE, LONGEST_PAUSE, LENGTHENING, SHARE_OF_LOOKS = 4, 64, 4, 0.015
 # So many requests' steps have to choose before one is settled that drafts.
 FIRST_LOOKS = 8
+# Choosing has to yield so many times what settled steps do: the profile lacks the time of the rule itself.
+LEAST_GAIN = 1.01
 # Running means are over some 16 requests' steps. Steps in which nothing was seen count too, so that one that breaks a
 # pause is believed, but by no more than half if it is of few requests.
 MEAN_OVER, MOST_SHARE = 16, 0.5
@@ -220,16 +222,17 @@ class ThroughputSchedule(Schedule):
         settled, seconds = self._settled(num_requests, longest)
         rows = num_requests + (verified.sum() if self.ragged else num_requests * verified.sum(1).max())
         tokens = num_requests + np.array([survival[verified].sum(), survival[:, : settled.num_drafts].sum()])
-        took = self.cost.step_seconds(num_requests, np.asarray(rows)), seconds
+        took = float(self.cost.step_seconds(num_requests, np.asarray(rows))), seconds
         self._looks += num_requests
         share = max(_share(num_requests, self._since_look), num_requests / self._looks)
         self._since_look = 0
         self._compared += share * (np.array([*tokens, *took]) / num_requests - self._compared)
         of_choice, of_settled = self._compared[:2] / self._compared[2:]
-        if of_choice >= of_settled:
+        if of_choice >= LEAST_GAIN * of_settled:
             self._until_look, self._pause = 0, FIRST_PAUSE
         elif self._looks >= FIRST_LOOKS or settled.num_drafts == 0:
-            self._until_look, self._pause = self._pause, min(LENGTHENING * self._pause, LONGEST_PAUSE)
+            longest_pause = max(LONGEST_PAUSE, int((took[0] / seconds - 1) / SHARE_OF_LOOKS))
+            self._until_look, self._pause = self._pause, min(LENGTHENING * self._pause, longest_pause)
 
     def _expected(self) -> np.ndarray | None:
         """[K]: the confidence by position that earlier steps had, where it was reached."""
@@ -317,9 +320,13 @@ def step_streams(streams: Streams, anchor_positions: torch.Tensor) -> Streams:
         streams: the requests' streams.
         anchor_positions: [B] int64.
     """
+    return Streams(step_seeds(streams, anchor_positions[:, None])[:, 0])
+
+
+def step_seeds(streams: Streams, anchor_positions: torch.Tensor) -> torch.Tensor:
+    """[B, N] int64: the seeds of `step_streams` for steps from anchors at `anchor_positions` [B, N] int64."""
     # Drafts are drawn with numbers per token; the single number of their purpose is free and serves as the new seed.
-    bits = streams.uniform(anchor_positions[:, None], Purpose.DRAFT)[:, 0] * 2**53
-    return Streams(bits.to(torch.int64))
+    return (streams.uniform(anchor_positions, Purpose.DRAFT) * 2**53).to(torch.int64)
 
 
 def parse_schedule(text: str | None) -> Schedule | None:
