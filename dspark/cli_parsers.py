@@ -247,8 +247,9 @@ def _add_profile(commands: Any) -> None:
         "profile",
         ("commands_tools", "profile"),
         "time steps on this machine, for --schedule",
-        "Time whole steps of the loop by requests that run together and by drafts verified. The table that is written "
-        "says what verifying costs here; --schedule FILE decides by it how much to verify.",
+        "Time whole steps of the loop by requests that run together and by drafts verified: as a schedule chooses them "
+        "by the confidences of all drafts, and settled beforehand, without waiting for those. The table that is "
+        "written says what verifying costs here; --schedule FILE decides by it how much to verify.",
     )
     _add_pair_arguments(profile)
     profile.add_argument("--out", required=True, metavar="FILE", help="write the table here (JSON)")

@@ -11,7 +11,7 @@ from dspark.evals.stats import Estimate
 from dspark.terminal import align
 
 MISSING = "-"
-HEADER = ("prompts", "temperature", "requests", "steps", "tokens per step", "per request", "acceptance rate")
+HEADER = ("prompts", "temperature", "requests", "steps", "tokens per step", "macro mean", "acceptance rate")
 
 NamedRow = tuple[str, ResultRow | MacroRow]  # with the name of its run
 

@@ -97,10 +97,13 @@ def fit_sts(requests: Sequence[Sequence[StepRecord]], num_positions: int | None 
         known = offered > k
         labels = accepted[known] > k
         kept = int(labels.sum())
-        if min(kept, len(labels) - kept) < MIN_LABELS:
+        fewer = min(kept, len(labels) - kept)
+        if fewer < MIN_LABELS:
             raise ValueError(
                 f"draft {k + 1} was verified in {len(labels)} steps, with {kept} accepted prefixes and "
-                f"{len(labels) - kept} rejected ones: a fit needs {MIN_LABELS} of each. Run more requests"
+                f"{len(labels) - kept} rejected ones: a fit needs {MIN_LABELS} of each. Run "
+                f"{'more than' if fewer == 0 else 'some'} {MIN_LABELS / max(fewer, 1):.1f} times as many requests, or "
+                "longer ones"
             )
         fitted.append(_fit_position(logits[known, k], log_survival[known], labels))
         log_survival[known] += _log_sigmoid(logits[known, k] / fitted[-1][0] + fitted[-1][1])
