@@ -14,9 +14,9 @@ Modes: plain; stock (vLLM's DSpark, plug-in off), stock-wide (the same with the 
 would choose), stock-topk, stock-adaptive; ours, ours-topk, ours-fp8 (W2 in 8 bits), ours-launched (without the
 graph of sampling), ours-adaptive (adaptive verification by the confidence head). MODE@K drafts K tokens whatever
 --num-draft-tokens says: `ours@2,ours@4,ours@8,ours-adaptive` sets scheduling against fixed lengths, and the table is
-followed by adaptive rates over the best fixed one of the same repeat. An engine that ends is left out, and the exit
-status is 1. With VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment an engine's core shares the process of the calls:
-fewer hand-overs between threads, and rates that spread less.
+followed by adaptive rates over the best fixed one, medians with 95% intervals (`ratios.py`). An engine that ends is
+left out, and the exit status is 1. With VLLM_ENABLE_V1_MULTIPROCESSING=0 in the environment an engine's core shares the
+process of the calls: fewer hand-overs between threads, and rates that spread less.
 Every run is appended to --out as one line of JSON, and is not repeated when the program is started again. Tokens per
 step are vLLM's counters, 1 + accepted / steps over the run, and the time of a step is that of the run over its steps,
 so that speed and luck in acceptance can be told apart. At temperature 0 outputs are compared with the plain ones;

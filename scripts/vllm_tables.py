@@ -1,9 +1,12 @@
 """Tables of `bench_vllm_gpu.py`: rates and what they are made of, texts compared, adaptive modes against fixed ones."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
+
+from ratios import gain, median_interval
 
 
 def done_equal(done: Sequence[dict[str, Any]], run: dict[str, Any]) -> bool:
@@ -72,24 +75,28 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 def gains(runs: Sequence[dict[str, Any]]) -> str:
     """A line for each temperature, concurrency and adaptive mode: its rate over the best fixed number of drafts.
 
-    The fixed ones are the mode without "-adaptive", at any K; the best has the highest median rate. Ratios are taken
-    within a repeat, since machines drift.
+    The fixed ones are the mode without "-adaptive", at any K. Ratios are those within a repeat, since machines drift,
+    to the fixed one that was best in the other half of the repeats (`ratios.gain`); with fewer than two there are none.
     """
     lines = []
     for temperature, concurrency in cells(runs):
         here = [r for r in runs if key_of(r)[1:3] == (concurrency, temperature) and r["repeat"]]
-        rates = {mode: {r["repeat"]: r["rate"] for r in here if r["mode"] == mode} for mode in distinct(here, "mode")}
-        for adaptive in (mode for mode in rates if "-adaptive" in mode):
+        modes = distinct(here, "mode")
+        logs = {mode: {r["repeat"]: math.log(r["rate"]) for r in here if r["mode"] == mode} for mode in modes}
+        for adaptive in (mode for mode in logs if "-adaptive" in mode):
             family = adaptive.partition("-")[0]
-            fixed = [mode for mode in rates if mode.partition("@")[0] == family]
-            best = max(fixed, key=lambda mode: statistics.median(rates[mode].values()), default=None)
-            common = sorted(rates[adaptive].keys() & rates.get(best or "", {}).keys())
-            ratios = [rates[adaptive][repeat] / rates[best][repeat] for repeat in common if best is not None]
-            if ratios:
-                lines.append(
-                    f"T={temperature:g}, concurrency {concurrency}: {adaptive} over the best fixed ({best})"
-                    f" {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-                )
+            fixed = [mode for mode in logs if mode.partition("@")[0] == family]
+            common = sorted(set.intersection(*(set(logs[mode]) for mode in (adaptive, *fixed))))
+            if not fixed or len(common) < 2:
+                continue
+            mine, *others = ([logs[mode][repeat] for repeat in common] for mode in (adaptive, *fixed))
+            ratios = gain(mine, others)
+            low, high = (math.exp(end) for end in median_interval(ratios))
+            best = max(fixed, key=lambda mode: statistics.median(logs[mode].values()))
+            lines.append(
+                f"T={temperature:g}, concurrency {concurrency}: {adaptive} over the best fixed ({best})"
+                f" {math.exp(statistics.median(ratios)):.3f} ({low:.3f} to {high:.3f})"
+            )
     return "\n".join(lines)
 
 

@@ -40,7 +40,7 @@ class Engine:
 def args(tmp_path, monkeypatch):
     monkeypatch.setattr("bench_vllm_gpu.Engine", Engine)
     STARTED.clear()
-    groups = ["--group", "plain,stock,ours,ours-topk/0/2/2", "--group", "ours,ours@2,ours-adaptive/1/1,8/1"]
+    groups = ["--group", "plain,stock,ours,ours-topk/0/2/2", "--group", "ours,ours@2,ours-adaptive/1/1,8/2"]
     return parse_args([*PAIR, *groups, "--out", str(tmp_path / "runs.jsonl")])
 
 

@@ -1,8 +1,8 @@
-"""The schedule's benchmark: a ratio that is not taken against the luckiest of several fixed numbers."""
+"""Ratios that are not taken against the luckiest of several fixed ones, and their intervals."""
 
 import numpy as np
 import pytest
-from bench_schedule import gain, median_interval
+from ratios import gain, median_interval
 
 
 def test_the_best_fixed_number_comes_from_the_other_rounds():
