@@ -79,8 +79,7 @@ class CostTable:
             plain[size] = undrafted[0]
             curves[size] = _curve(choosing, plain[size])
             if others := [point for point in here if point.drafted and not point.chosen]:
-                rows, seconds = _curve(others, plain[size])
-                settled[size] = rows, np.minimum(seconds, along(rows, *curves[size]))
+                settled[size] = _curve(others, plain[size])
         if not curves:
             raise ValueError("the cost table has no points: profile again")
         if settled and settled.keys() != curves.keys():
@@ -132,12 +131,16 @@ class CostTable:
             num_drafts: K.
 
         Returns:
-            [K] seconds for k = 1..K; [0] of a table without such steps.
+            [n] seconds for k = 1..n, with n = K or as many as were timed; [0] of a table without such steps.
         """
         if not self._settled:
             return np.zeros(0)
-        rows = np.arange(2.0, num_drafts + 2)
-        return self._between(num_requests, lambda size: along(rows, *self._settled[size]))
+        rows = np.arange(2.0, min(num_drafts + 1, *(timed[-1] for timed, _ in self._settled.values())) + 1)
+
+        def seconds(size: int) -> np.ndarray:
+            return np.minimum(along(rows, *self._settled[size]), along(rows, *self._curves[size]))
+
+        return self._between(num_requests, seconds)
 
     def plain_seconds(self, num_requests: int) -> float:
         """Time of a step without a drafter's pass."""

@@ -2,8 +2,9 @@
 
     prefill                      first token from the target; its taps become draft context
     each step, for all requests at once:
+        plan      = schedule.plan(limits)                     how many drafts; by default all, and all are verified
         draft     = drafter.propose(anchor)                   tokens and the q they were drawn from
-        lengths   = schedule(confidence)                      how many of them to verify; all of them by default
+        lengths   = schedule(confidence)                      how many of them to verify, if the plan leaves that open
         output    = target.verify([anchor, drafts])           nothing committed
         verified  = verify_logits(q, p)                       exactly the target's distribution
         target.commit, drafter.extend                         accepted rows only
@@ -70,8 +71,8 @@ def generate(  # noqa: PLR0913 (options are keyword-only, and every one has a de
         drafting: "probabilistic" draws drafts from q, "greedy" takes their argmax with a one-hot q. Both are lossless.
         draft_truncation: whether q is cut by top_k, top_p and min_p as the target is. Lossless either way; uncut
             drafts are rejected more.
-        schedule: chooses in each step how many drafts are verified, by the drafter's confidences (`dspark.schedule`);
-            None verifies all. Drafts that it trims count as never offered.
+        schedule: chooses how many drafts are verified, in each step by the drafter's confidences or beforehand by those
+            of earlier steps (`dspark.schedule`); None verifies all. Drafts that it trims count as never offered.
         max_batch_size: requests run together; others wait and join as places become free.
         on_tokens: called with (prompt index, new token ids, step) whenever tokens are committed; step is None for the
             prefill token.
@@ -157,7 +158,7 @@ class _Request:
     max_new_tokens: int
     generation: Generation
     seed: int = 0  # of its random numbers; set when it is admitted
-    step_seeds: list[int] = field(default_factory=list)  # of its drafts, for anchors from this position on
+    seeds_ahead: list[int] = field(default_factory=list)  # of its drafts, for anchors from this position on
     seeds_from: int = 0
 
     @property
@@ -250,6 +251,7 @@ class _Batch:
         anchors = self._to_device([request.generation.token_ids[-1] for request in self.requests])
         offered = [self._offered(request) for request in self.requests]
         plan = Plan(max(offered), choose=False) if self.schedule is None else self.schedule.plan(offered)
+        assert 0 <= plan.num_drafts <= max(offered), f"schedule plans {plan.num_drafts} of {max(offered)} drafts"
         draft = self._propose(anchors, plan.num_drafts)
         offered = self._lengths(plan, draft, offered)
         proposal = draft.proposal if draft is not None else OneHotProposal(anchors[:, None])
@@ -305,12 +307,12 @@ class _Batch:
         """Draft noise of this step alone (`dspark.schedule.step_streams`). Seeds of the positions ahead are computed
         together and on the host: each time it is some 25 operations on a few numbers.
         """
-        if any(request.position >= request.seeds_from + len(request.step_seeds) for request in self.requests):
+        if any(request.position >= request.seeds_from + len(request.seeds_ahead) for request in self.requests):
             ahead = torch.tensor([request.position for request in self.requests])[:, None] + torch.arange(SEEDS_AHEAD)
             found = step_seeds(Streams(torch.tensor([request.seed for request in self.requests])), ahead)
             for request, seeds in zip(self.requests, found.tolist(), strict=True):
-                request.seeds_from, request.step_seeds = request.position, seeds
-        here = [request.step_seeds[request.position - request.seeds_from] for request in self.requests]
+                request.seeds_from, request.seeds_ahead = request.position, seeds
+        here = [request.seeds_ahead[request.position - request.seeds_from] for request in self.requests]
         return Streams(self._to_device(here))
 
     def _lengths(self, plan: Plan, draft: Draft | None, offered: list[int]) -> list[int]:

@@ -53,14 +53,15 @@ from dspark.cost import CostTable
 from dspark.sampling import Purpose, Streams
 
 # Settled steps are broken by one that chooses after so many of them, at first and at most, and each time there are so
-# many times the last; after more where one that chooses costs so much that this share of the time would go into them.
+# many times the last; at most after more where choosing is so dear that a larger share of the time would go into it.
 FIRST_PAUSE, LONGEST_PAUSE, LENGTHENING, SHARE_OF_LOOKS = 4, 64, 4, 0.015
 # So many requests' steps have to choose before one is settled that drafts.
 FIRST_LOOKS = 8
 # Choosing has to yield so many times what settled steps do: the profile lacks the time of the rule itself.
 LEAST_GAIN = 1.01
 # Running means are over some 16 requests' steps. Steps in which nothing was seen count too, so that one that breaks a
-# pause is believed, but by no more than half if it is of few requests.
+# pause is believed, but by no more than half if it is of few requests. (Behind a settled number drafts are not seen
+# either, but their confidence, given that they are reached, changes little, and its mean stays one over 16.)
 MEAN_OVER, MOST_SHARE = 16, 0.5
 # Accepted against expected drafts, from earlier steps: drafts that count as seen with a ratio of 1 at first, share of
 # the past that is kept from step to step, and how far the ratio is believed.
@@ -72,7 +73,8 @@ class Plan:
     """What is settled about a step before anything of it is drafted.
 
     Attributes:
-        num_drafts: proposed for each request; 0 makes it a plain step, which runs no drafter.
+        num_drafts: proposed for each request, no more than the largest limit; 0 makes it a plain step, which runs no
+            drafter.
         choose: whether the schedule is asked how many of them to verify. If not, all are, and nothing waits for their
             confidences.
     """
@@ -163,6 +165,7 @@ class ThroughputSchedule(Schedule):
         self._compared, self._looks = np.zeros(4), 0
         self._until_look, self._pause = 0, FIRST_PAUSE
         self._plan, self._verified = Plan(0), [0]  # of the step
+        self._limits: Sequence[int] = [0]
         self._accepted = self._predicted = 0.0  # drafts, over earlier steps
 
     def plan(self, limits: Sequence[int]) -> Plan:
@@ -171,13 +174,15 @@ class ThroughputSchedule(Schedule):
         self._plan = Plan(longest)
         if self._until_look and longest:
             self._until_look -= 1
-            self._plan = self._settled(len(limits), longest)[0]
+            settled, _ = self._settled(limits, longest)
+            self._plan = settled if self._looks >= FIRST_LOOKS or not settled.num_drafts else self._plan
+        self._limits = limits
         self._verified = [min(self._plan.num_drafts, limit) for limit in limits]
         return self._plan
 
     def __call__(self, confidence: np.ndarray, limits: Sequence[int]) -> list[int]:
         survival = np.minimum(survivals(confidence) * self.ratio, 1.0)
-        num_requests = len(limits)
+        num_requests, self._limits = len(limits), limits
         if self.ragged:
             rows = np.arange(num_requests, num_requests + sum(limits) + 1)
             self._verified = admit_by_survival(survival, limits, self.cost.step_seconds(num_requests, rows))
@@ -194,10 +199,11 @@ class ThroughputSchedule(Schedule):
             return
         survival = survivals(confidence)
         verified = np.arange(survival.shape[1]) < np.asarray(self._verified)[:, None]
-        corrected = np.minimum(survival * self.ratio, 1.0)
-        self._remember(survival.mean(0), len(survival))
+        if self._survival is None:  # the first step is compared with what it says itself
+            self._remember(survival.mean(0), len(survival))
         if self._plan.choose:
-            self._compare(corrected, verified)
+            self._compare(np.minimum(survival * self.ratio, 1.0), verified)
+        self._remember(survival.mean(0), len(survival))
         self._accepted = KEPT_SHARE * self._accepted + sum(accepted)
         self._predicted = KEPT_SHARE * self._predicted + float(survival[verified].sum())
 
@@ -207,21 +213,23 @@ class ThroughputSchedule(Schedule):
         found = (self._accepted + PRIOR_DRAFTS) / (self._predicted + PRIOR_DRAFTS)
         return min(max(found, 1 / LARGEST_RATIO), LARGEST_RATIO)
 
-    def _settled(self, num_requests: int, longest: int) -> tuple[Plan, float]:
+    def _settled(self, limits: Sequence[int], longest: int) -> tuple[Plan, float]:
         """The best of the plans that choose nothing, by earlier steps, and its seconds."""
         assert self._survival is not None, "the first step chooses"
-        seconds = self.cost.settled_seconds(num_requests, min(longest, len(self._survival)))
-        seconds = np.concatenate([[self.cost.plain_seconds(num_requests)], seconds])
+        seconds = self.cost.settled_seconds(len(limits), min(longest, len(self._survival)))
+        seconds = np.concatenate([[self.cost.plain_seconds(len(limits))], seconds])
         columns = np.minimum(self._survival[: len(seconds) - 1] * self.ratio, 1.0)
+        columns *= (np.arange(len(columns)) < np.asarray(limits)[:, None]).mean(0)
         best = int(np.argmax((1.0 + np.concatenate([[0.0], np.cumsum(columns)])) / seconds))
         return Plan(best, choose=False), float(seconds[best])
 
     def _compare(self, survival: np.ndarray, verified: np.ndarray) -> None:
         """Whether choosing pays: this step, as it was chosen, with the same step settled beforehand."""
         num_requests, longest = survival.shape
-        settled, seconds = self._settled(num_requests, longest)
+        settled, seconds = self._settled(self._limits, longest)
         rows = num_requests + (verified.sum() if self.ragged else num_requests * verified.sum(1).max())
-        tokens = num_requests + np.array([survival[verified].sum(), survival[:, : settled.num_drafts].sum()])
+        kept = np.arange(longest) < np.minimum(self._limits, settled.num_drafts)[:, None]
+        tokens = num_requests + np.array([survival[verified].sum(), survival[kept].sum()])
         took = float(self.cost.step_seconds(num_requests, np.asarray(rows))), seconds
         self._looks += num_requests
         share = max(_share(num_requests, self._since_look), num_requests / self._looks)

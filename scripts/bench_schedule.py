@@ -10,9 +10,9 @@ Contenders take turns, in random order and with the same prompts and seeds withi
 load, at least --rounds. Every run is printed, and written as a line of JSON, as it ends. Figures are medians over the
 rounds with the lowest and the highest. Ratios are those within the rounds, each to the fixed number of drafts (0 is
 plain decoding) that was best in the *other* half of the rounds: the best of several in the same rounds is partly the
-luckiest, and nothing would be as good. Their median comes with its interval of at least 95% confidence, exact whatever
-their law, so that a machine that others slow down for a while widens it little; their geometric mean with a standard
-error says whether those slow whiles were the contender's own.
+luckiest, and nothing would be as good. Their median comes with its interval of at least 95% confidence (from 6 rounds
+on; of fewer the lowest and the highest), exact whatever their law, so that a machine that others slow down for a while
+widens it little; their geometric mean with a standard error says whether those slow whiles were the contender's own.
 
 At temperature 0 all contenders emit the same texts, and a ratio shows time alone. Sampled ones have texts of their own:
 with few requests acceptance then differs by chance, which the columns "tokens a step" and "ms a step" tell apart.

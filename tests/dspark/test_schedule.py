@@ -219,17 +219,65 @@ def test_settled_numbers_follow_the_text_without_a_look():
     assert schedule._expected()[1:] == pytest.approx(before[1:])
 
 
-def test_where_texts_differ_from_step_to_step_it_goes_on_choosing():
-    """Half the steps have four sure drafts and half have none: no number is right for both, and a draft costs much."""
-    schedule = ThroughputSchedule(cost_table([1.0, 1.5, 2.0, 2.5, 3.0], plain=0.9, settled=[1.45, 1.95, 2.45, 2.95]))
-    plans = [step(schedule, [0.99] * 4 if i % 2 else [0.01] * 4) for i in range(200)]
-    assert all(plan.choose for plan in plans[20:])
+@pytest.mark.parametrize(
+    "cost",
+    [
+        pytest.param(cost_table([1.0, 1.5, 2.0, 2.5, 3.0], plain=0.9, settled=[1.45, 1.95, 2.45, 2.95]), id="steep"),
+        pytest.param(
+            cost_table([1.3, 1.6, 1.9, 2.2, 2.5], plain=1.0, settled=[1.5, 1.8, 2.1, 2.4]), id="dear-drafting"
+        ),
+    ],
+)
+@pytest.mark.parametrize("hard_steps", [0, 300])
+def test_where_texts_differ_from_step_to_step_it_goes_on_choosing(cost, hard_steps):
+    """Half the steps have four sure drafts and half have none: no number is right for both, and a draft costs much.
+    After a hard text it comes back to that: what a step would have been settled at is what was known before it.
+    """
+    schedule = ThroughputSchedule(cost)
+    for _ in range(hard_steps):
+        step(schedule, [0.01] * 4)
+    plans = [step(schedule, [0.99] * 4 if i % 2 else [0.01] * 4) for i in range(700)]
+    assert all(plan.choose for plan in plans[200:])
 
 
-def test_a_table_of_choosing_steps_alone_settles_on_plain_steps_only():
-    schedule = ThroughputSchedule(cost_table([1.2] * 5, plain=0.8))
-    plans = {step(schedule, [0.8, 0.6, 0.01, 0.01]) for _ in range(100)}
-    assert plans == {Plan(4)}
+@pytest.mark.parametrize(("plain", "plans"), [(0.8, {Plan(4)}), (0.4, {Plan(4), Plan(0, choose=False)})])
+def test_a_table_of_choosing_steps_alone_settles_on_plain_steps_only(plain, plans):
+    schedule = ThroughputSchedule(cost_table([1.2] * 5, plain=plain))
+    assert {step(schedule, [0.8, 0.6, 0.01, 0.01]) for _ in range(100)} == plans
+
+
+def test_requests_that_may_verify_nothing_count_for_nothing():
+    """One of eight requests has drafts to verify: 8 + 3.1 tokens in 2.1 s against 8 in 1 s."""
+    schedule = ThroughputSchedule(cost_table([2.2, 2.3, 2.4, 2.5, 2.6], 1.0, (8,), settled=[1.8, 1.9, 2.0, 2.1]))
+    limits, confidence = [4] + [0] * 7, np.full((8, 4), 0.9)
+    settled = 0
+    for _ in range(100):
+        plan = schedule.plan(limits)
+        if plan.num_drafts:
+            assert plan.choose
+            schedule.observe([min(2, length) for length in schedule(confidence, limits)], confidence)
+        settled += not plan.num_drafts
+    assert settled > 80
+
+
+def test_no_more_is_settled_than_was_timed():
+    """One settled point says nothing of a second draft."""
+    cost = cost_table([0.75, 0.85, 0.95, 1.05, 1.15], plain=0.6, settled=[0.7])
+    assert cost.settled_seconds(1, 8).tolist() == [0.7]
+    schedule = ThroughputSchedule(cost)
+    for confidence in ([0.95] * 4, [0.6, 0.01, 0.01, 0.01]):
+        assert {step(schedule, confidence) for _ in range(100)} <= {Plan(4), Plan(1, choose=False)}
+
+
+def test_a_step_that_drafts_is_settled_only_after_enough_that_chose():
+    """A pause of plain steps of one request does not settle what eight are to draft."""
+    points = [CostPoint(size, 1 + k, True, 1.0, 1.0, 1.0, 3) for size in (1, 8) for k in range(3)]
+    points += [CostPoint(size, 2 + k, True, 0.9, 0.9, 0.9, 3, chosen=False) for size in (1, 8) for k in range(2)]
+    plain = [CostPoint(size, 1, False, seconds, seconds, seconds, 3) for size, seconds in ((1, 0.1), (8, 5.0))]
+    schedule = ThroughputSchedule(CostTable((*points, *plain), {}))
+    assert step(schedule, [0.8, 0.8]) == Plan(2)
+    assert schedule.plan([2]) == Plan(0, choose=False)
+    assert schedule.plan([2] * 8) == Plan(2)
 
 
 def test_a_drafter_that_is_better_than_it_says_is_believed_and_one_that_is_worse_is_not():
@@ -483,23 +531,32 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "settles"),
     [
-        pytest.param(lambda: StaticThreshold(0.4), id="threshold"),
-        pytest.param(lambda: ThroughputSchedule(cost_table([1.0, 1.1, 1.3, 1.6, 2.0], plain=0.4)), id="adaptive"),
-        pytest.param(lambda: ThroughputSchedule(cost_table([1.0, 1.1, 1.3, 1.6, 2.0]), ragged=True), id="ragged"),
+        pytest.param(lambda: StaticThreshold(0.4), False, id="threshold"),
         pytest.param(
-            lambda: ThroughputSchedule(cost_table([1.9] * 5, 0.9, settled=[1.0, 1.4, 1.6, 1.8])), id="settled"
+            lambda: ThroughputSchedule(cost_table([1.0, 1.1, 1.3, 1.6, 2.0], plain=0.4)), False, id="adaptive"
+        ),
+        pytest.param(
+            lambda: ThroughputSchedule(cost_table([1.0, 1.1, 1.3, 1.6, 2.0]), ragged=True), False, id="ragged"
+        ),
+        pytest.param(
+            lambda: ThroughputSchedule(cost_table([1.9] * 5, 0.9, settled=[1.0, 1.4, 1.6, 1.8])), True, id="settled"
         ),
     ],
 )
-def test_greedy_output_is_the_targets_and_trimmed_drafts_are_not_offered(make):
+def test_greedy_output_is_the_targets_and_trimmed_drafts_are_not_offered(make, settles):
     target = tiny_target()
     drafter = tiny_drafter(drafter_config(), target)
     plain = [g.token_ids for g in generate(target, None, PROMPTS, GREEDY)]
     full = generate(target, drafter, PROMPTS, GREEDY)
-    scheduled = generate(target, drafter, PROMPTS, GREEDY, schedule=make())
+    plans = []
+    schedule = make()
+    plan = schedule.plan
+    object.__setattr__(schedule, "plan", lambda limits: plans.append(plan(limits)) or plans[-1])
+    scheduled = generate(target, drafter, PROMPTS, GREEDY, schedule=schedule)
     assert [g.token_ids for g in scheduled] == plain
+    assert any(plan.num_drafts and not plan.choose for plan in plans) == settles
     steps = [step for g in scheduled for step in g.steps]
     assert len({step.num_offered for step in steps}) > 1
     assert sum(s.num_offered for s in steps) < sum(s.num_offered for g in full for s in g.steps)
@@ -522,6 +579,7 @@ def test_step_noise_comes_from_the_seed_and_the_anchors_position(monkeypatch):
         return found
 
     monkeypatch.setattr(dspark.loop._Batch, "_step_streams", compared)
+    monkeypatch.setattr(dspark.loop, "SEEDS_AHEAD", 3)  # computed anew while a request runs, too
     params = [
         SamplingParams(seed=seed, max_new_tokens=n, ignore_eos=True) for seed, n in ((3, 4), (None, 9), (-(2**63), 14))
     ]
@@ -571,9 +629,13 @@ def test_times_between_and_beyond_the_points():
     ]
     table = CostTable((*table.points, *settled), {})
     assert table.settled_seconds(1, 4).tolist() == [1.0, 1.5, 2.0, 2.5]
-    # a third of the way to 4, 5.67, 7.33, 9 of 4 requests: those that choose take 9 with 5 rows, settled ones no more
-    assert table.settled_seconds(2, 4) == pytest.approx([2.0, 1 + 17 / 9, 4 / 3 + 22 / 9, 5 / 3 + 3])
+    # a third of the way to 4, 6, 8, 9 of 4 requests: those that choose take 9 with 5 rows, and settled ones no more
+    assert table.settled_seconds(2, 4) == pytest.approx([2.0, 3.0, 4.0, 5 / 3 + 9 / 3])
     assert table.step_seconds(1, np.array([1, 2])).tolist() == [2.0, 3.0]
+    # choosing takes as long for 2 drafts as for 1 and then twice: settled steps between those timed take no longer
+    stairs = cost_table([1.0, 1.0, 1.0, 2.0])
+    settled = [CostPoint(size, rows, True, rows / 2, 0, 0, 1, chosen=False) for size in (1, 2, 4) for rows in (2, 4)]
+    assert CostTable((*stairs.points, *settled), {}).settled_seconds(1, 3).tolist() == [1.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(
