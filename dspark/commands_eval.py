@@ -14,7 +14,7 @@ from dspark.confidence import CALIBRATION_FILE, write_calibration
 from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings
 from dspark.evals.backends import Backend, LoopBackend
-from dspark.evals.compare import Comparison, compare_runs, load_runs
+from dspark.evals.compare import Comparison, Run, compare_runs, load_runs
 from dspark.evals.datasets import check_datasets
 from dspark.evals.document import REPORT_FILE, write_report
 from dspark.evals.records import SETTINGS_FILE
@@ -158,12 +158,17 @@ def _open_backend(
     return EngineBackend.start(path, drafter, settings, dtype), source, drafter
 
 
+def _load_runs(folders: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """`load_runs` of folders as a command line names them."""
+    return load_runs([Path(folder).expanduser() for folder in folders])
+
+
 def report(options: argparse.Namespace) -> int:
     """`dspark report`."""
     out = output_folder(options)
     if out is not None:
         check_output("--out", out)
-    runs, varied = load_runs([Path(folder).expanduser() for folder in options.runs])
+    runs, varied = _load_runs(options.runs)
     comparison = compare_runs(runs, [*varied, *getattr(options, "allow_differences", [])])
     if out is not None and (out / SETTINGS_FILE).exists() and len(comparison.runs) > 1:
         raise ValueError(f"--out {out} is the folder of a single run, whose report would be lost; name another one")
@@ -205,8 +210,8 @@ def calibrate(options: argparse.Namespace) -> int:
     check_output("--out", out, is_file=True)
     if out.exists() and not options.force:
         raise ValueError(f"{_describe_existing(out)}; --force replaces it, --out FILE writes another file")
-    runs, _ = load_runs([Path(folder).expanduser() for folder in options.runs])
-    checks, _ = load_runs([Path(folder).expanduser() for folder in getattr(options, "check", [])])
+    runs, _ = _load_runs(options.runs)
+    checks, _ = _load_runs(getattr(options, "check", []))
     calibration, effects = fit_calibration(runs, path, getattr(options, "temperature", None))
     effects += measure_scaling(checks, calibration.scaling)
     write_calibration(out, calibration)

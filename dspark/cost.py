@@ -76,10 +76,11 @@ class CostTable:
                     f"the cost table has {len(choosing)} drafted and {len(undrafted)} plain points for {size} "
                     "requests; expected some and one: whether drafting pays could not be told. Profile again"
                 )
-            plain[size] = undrafted[0]
-            curves[size] = _curve(choosing, plain[size])
+            curves[size], plain[size] = _curve(choosing), undrafted[0]
             if others := [point for point in here if point.drafted and not point.chosen]:
-                settled[size] = _curve(others, plain[size])
+                settled[size] = _curve(others)
+            if not all(np.isfinite(point.seconds) and point.seconds > 0 for point in here):
+                raise ValueError(f"the cost table has times that are not positive for {size} requests: profile again")
         if not curves:
             raise ValueError("the cost table has no points: profile again")
         if settled and settled.keys() != curves.keys():
@@ -186,8 +187,8 @@ class CostTable:
             raise ValueError(f"{path} is a damaged cost table ({error!r}): profile again") from error
 
 
-def _curve(points: Sequence[CostPoint], plain: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows per request, ascending, and their seconds, never falling; `plain`: the plain step's, checked along."""
+def _curve(points: Sequence[CostPoint]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows per request, ascending, and their seconds, never falling, of points with one number of requests."""
     size, ordered = points[0].num_requests, sorted(points, key=lambda point: point.num_rows)
     rows = [point.num_rows for point in ordered]
     if size < 1 or rows[0] < 1 or len(set(rows)) < len(rows):
@@ -195,10 +196,7 @@ def _curve(points: Sequence[CostPoint], plain: float) -> tuple[np.ndarray, np.nd
             f"the cost table has {size} requests with {', '.join(map(str, rows))} rows each; expected at least "
             "1 and every number once: no time could be told between or beyond them. Profile again"
         )
-    seconds = np.array([point.seconds for point in ordered])
-    if not (np.isfinite(seconds).all() and seconds.min() > 0 and plain > 0):
-        raise ValueError(f"the cost table has times that are not positive for {size} requests: profile again")
-    return np.array(rows, dtype=float), never_falling(seconds)
+    return np.array(rows, dtype=float), never_falling([point.seconds for point in ordered])
 
 
 def along(rows: np.ndarray, timed_rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:

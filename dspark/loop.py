@@ -317,8 +317,9 @@ class _Batch:
 
     def _lengths(self, plan: Plan, draft: Draft | None, offered: list[int]) -> list[int]:
         """Drafts to verify of each request, at most `offered`."""
-        if self.schedule is None or draft is None or not plan.choose:
+        if draft is None or not plan.choose:
             return [min(plan.num_drafts, limit) for limit in offered]
+        assert self.schedule is not None, "without one nothing is left to choose"
         assert draft.confidence_logits is not None, "checked before the first step"
         confidence = draft.confidence_logits.double().sigmoid().cpu().numpy()
         limits = [min(limit, confidence.shape[1]) for limit in offered]

@@ -165,7 +165,7 @@ class ThroughputSchedule(Schedule):
         self._compared, self._looks = np.zeros(4), 0
         self._until_look, self._pause = 0, FIRST_PAUSE
         self._plan, self._verified = Plan(0), [0]  # of the step
-        self._limits: Sequence[int] = [0]
+        self._limits: Sequence[int] = [0]  # of the last step that chose
         self._accepted = self._predicted = 0.0  # drafts, over earlier steps
 
     def plan(self, limits: Sequence[int]) -> Plan:
@@ -175,8 +175,8 @@ class ThroughputSchedule(Schedule):
         if self._until_look and longest:
             self._until_look -= 1
             settled, _ = self._settled(limits, longest)
-            self._plan = settled if self._looks >= FIRST_LOOKS or not settled.num_drafts else self._plan
-        self._limits = limits
+            if self._may_settle(settled):
+                self._plan = settled
         self._verified = [min(self._plan.num_drafts, limit) for limit in limits]
         return self._plan
 
@@ -187,7 +187,7 @@ class ThroughputSchedule(Schedule):
             rows = np.arange(num_requests, num_requests + sum(limits) + 1)
             self._verified = admit_by_survival(survival, limits, self.cost.step_seconds(num_requests, rows))
         else:
-            offered = np.arange(survival.shape[1]) < np.asarray(limits)[:, None]
+            offered = _first(limits, survival.shape[1])
             rows = num_requests * np.arange(1, survival.shape[1] + 2)
             seconds = self.cost.step_seconds(num_requests, rows)
             width = admit_columns((survival * offered).sum(0), seconds, num_requests, self._expected())
@@ -198,12 +198,12 @@ class ThroughputSchedule(Schedule):
         if not self.adaptive:
             return
         survival = survivals(confidence)
-        verified = np.arange(survival.shape[1]) < np.asarray(self._verified)[:, None]
-        if self._survival is None:  # the first step is compared with what it says itself
-            self._remember(survival.mean(0), len(survival))
+        verified, seen = _first(self._verified, survival.shape[1]), survival.mean(0)
+        if self._survival is None:
+            self._survival = seen  # the first step is compared with what it says itself
         if self._plan.choose:
             self._compare(np.minimum(survival * self.ratio, 1.0), verified)
-        self._remember(survival.mean(0), len(survival))
+        self._remember(seen, len(survival))
         self._accepted = KEPT_SHARE * self._accepted + sum(accepted)
         self._predicted = KEPT_SHARE * self._predicted + float(survival[verified].sum())
 
@@ -219,16 +219,19 @@ class ThroughputSchedule(Schedule):
         seconds = self.cost.settled_seconds(len(limits), min(longest, len(self._survival)))
         seconds = np.concatenate([[self.cost.plain_seconds(len(limits))], seconds])
         columns = np.minimum(self._survival[: len(seconds) - 1] * self.ratio, 1.0)
-        columns *= (np.arange(len(columns)) < np.asarray(limits)[:, None]).mean(0)
+        columns *= _first(limits, len(columns)).mean(0)
         best = int(np.argmax((1.0 + np.concatenate([[0.0], np.cumsum(columns)])) / seconds))
         return Plan(best, choose=False), float(seconds[best])
+
+    def _may_settle(self, plan: Plan) -> bool:
+        return self._looks >= FIRST_LOOKS or plan.num_drafts == 0
 
     def _compare(self, survival: np.ndarray, verified: np.ndarray) -> None:
         """Whether choosing pays: this step, as it was chosen, with the same step settled beforehand."""
         num_requests, longest = survival.shape
         settled, seconds = self._settled(self._limits, longest)
         rows = num_requests + (verified.sum() if self.ragged else num_requests * verified.sum(1).max())
-        kept = np.arange(longest) < np.minimum(self._limits, settled.num_drafts)[:, None]
+        kept = _first(np.minimum(self._limits, settled.num_drafts), longest)
         tokens = num_requests + np.array([survival[verified].sum(), survival[kept].sum()])
         took = float(self.cost.step_seconds(num_requests, np.asarray(rows))), seconds
         self._looks += num_requests
@@ -238,7 +241,7 @@ class ThroughputSchedule(Schedule):
         of_choice, of_settled = self._compared[:2] / self._compared[2:]
         if of_choice >= LEAST_GAIN * of_settled:
             self._until_look, self._pause = 0, FIRST_PAUSE
-        elif self._looks >= FIRST_LOOKS or settled.num_drafts == 0:
+        elif self._may_settle(settled):
             longest_pause = max(LONGEST_PAUSE, int((took[0] / seconds - 1) / SHARE_OF_LOOKS))
             self._until_look, self._pause = self._pause, min(LENGTHENING * self._pause, longest_pause)
 
@@ -266,6 +269,11 @@ def _share(num_requests: int, steps: int) -> float:
     return max(share, min(1 - (1 - share) ** max(steps, 1), MOST_SHARE))
 
 
+def _first(lengths: Sequence[int] | np.ndarray, width: int) -> np.ndarray:
+    """[B, width] bool: the first `lengths` [B] entries of each row."""
+    return np.arange(width) < np.asarray(lengths)[:, None]
+
+
 def survivals(confidence: np.ndarray) -> np.ndarray:
     """[B, K] conditional confidences -> [B, K] chances that the draft and all before it are accepted."""
     return np.cumprod(confidence.astype(np.float64), axis=1)
@@ -283,7 +291,7 @@ def admit_by_survival(survival: np.ndarray, limits: Sequence[int], seconds: np.n
         [B] lengths.
     """
     num_requests = len(limits)
-    request, k = np.nonzero(np.arange(survival.shape[1]) < np.asarray(limits)[:, None])
+    request, k = np.nonzero(_first(limits, survival.shape[1]))
     order = np.lexsort((request, k, -survival[request, k]))
     tokens = num_requests + np.concatenate([[0.0], np.cumsum(survival[request, k][order])])
     rates = tokens / seconds

@@ -31,7 +31,7 @@ from itertools import cycle, islice
 from statistics import mean, median, stdev
 from typing import Any
 
-from ratios import gain, median_interval
+from ratios import format_ratio, gain
 
 from dspark.commands import load_pair
 from dspark.commands_tools import device_name, format_cost
@@ -184,9 +184,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             speeds = [pace.tokens_per_s for pace in paces]
             ratio, centre = ("best", "") if name == result["best_fixed"] else ("", "")
             if logs := result["gain"].get(name):
-                low, high = (math.exp(end) for end in median_interval(logs))
-                ratio = f"{math.exp(median(logs)):.3f} ({low:.3f} to {high:.3f})"
-                centre = f"{math.exp(mean(logs)):.3f} ± {math.exp(mean(logs)) * stdev(logs) / len(logs) ** 0.5:.3f}"
+                middle = math.exp(mean(logs))
+                ratio, centre = format_ratio(logs), f"{middle:.3f} ± {middle * stdev(logs) / len(logs) ** 0.5:.3f}"
             lines.append(
                 f"| {result['requests']} | {name} | {median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f}) "
                 f"| {ratio} | {centre} | {len(paces)} | {mean(p.tokens_a_step for p in paces):.2f} "

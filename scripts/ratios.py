@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from statistics import median
 
 
 def gain(scheduled: Sequence[float], fixed: Sequence[Sequence[float]]) -> list[float]:
@@ -27,3 +28,9 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     heads = list(accumulate(math.comb(len(ordered), j) / 2 ** len(ordered) for j in range(len(ordered))))
     j = sum(2 * chance <= 1 - confidence for chance in heads) or 1
     return ordered[j - 1], ordered[-j]
+
+
+def format_ratio(logs: Sequence[float]) -> str:
+    """The median of ratios, given by their logarithms, with its 95% interval."""
+    low, high = (math.exp(end) for end in median_interval(logs))
+    return f"{math.exp(median(logs)):.3f} ({low:.3f} to {high:.3f})"

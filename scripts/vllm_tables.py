@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ratios import gain, median_interval
+from ratios import format_ratio, gain
 
 
 def done_equal(done: Sequence[dict[str, Any]], run: dict[str, Any]) -> bool:
@@ -90,12 +90,10 @@ def gains(runs: Sequence[dict[str, Any]]) -> str:
             if not fixed or len(common) < 2:
                 continue
             mine, *others = ([logs[mode][repeat] for repeat in common] for mode in (adaptive, *fixed))
-            ratios = gain(mine, others)
-            low, high = (math.exp(end) for end in median_interval(ratios))
             best = max(fixed, key=lambda mode: statistics.median(logs[mode].values()))
             lines.append(
                 f"T={temperature:g}, concurrency {concurrency}: {adaptive} over the best fixed ({best})"
-                f" {math.exp(statistics.median(ratios)):.3f} ({low:.3f} to {high:.3f})"
+                f" {format_ratio(gain(mine, others))}"
             )
     return "\n".join(lines)
 
