@@ -188,6 +188,7 @@ class Drafter(Backbone):
         streams: Streams,
         num_draft_tokens: int,
         drafting: Drafting = "probabilistic",
+        noise_positions: torch.Tensor | None = None,
     ) -> Draft:
         """Draft K tokens for each request.
 
@@ -195,9 +196,11 @@ class Drafter(Backbone):
             cache: context of B requests, `lengths[b]` = position of the anchor.
             anchors: [B] int64 target ids, each below the target's vocabulary size.
             sampling: parameters that shape q (temperature, and truncation if the draft is to apply it).
-            streams: one random stream per request; draft i uses the draft noise of position `lengths[b] + 1 + i`.
+            streams: one random stream per request.
             num_draft_tokens: K in 1..config.max_draft_tokens.
             drafting: "probabilistic" draws from q; "greedy" takes the argmax, and q is one-hot.
+            noise_positions: [B, K] int64, positions whose draft noise the drafts use; by default their own, draft i
+                that of `lengths[b] + 1 + i`. A run whose schedule trims passes `dspark.schedule.step_positions`.
 
         Returns:
             The draft. Row i of its proposal is exactly what draft i was drawn from.
@@ -207,8 +210,9 @@ class Drafter(Backbone):
         """
         check_num_draft_tokens(self.config, num_draft_tokens)
         ids = self.draft_ids()
-        positions = cache.lengths[:, None] + torch.arange(1, num_draft_tokens + 1, device=anchors.device)
-        block = BlockDraws(sampling, streams, positions, drafting, ids)
+        if noise_positions is None:
+            noise_positions = cache.lengths[:, None] + torch.arange(1, num_draft_tokens + 1, device=anchors.device)
+        block = BlockDraws(sampling, streams, noise_positions, drafting, ids)
 
         def pick(i: int, logits: torch.Tensor) -> torch.Tensor:
             return block.draw(i, logits if ids is not None else logits[:, : self.target_vocab_size])

@@ -15,7 +15,7 @@ numbers per position.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,14 +35,13 @@ from dspark.sampling import (
     to_distribution,
     verify_logits,
 )
-from dspark.schedule import Plan, Schedule, step_seeds
+from dspark.schedule import Plan, Schedule, step_positions
 from dspark.target import Target
 
 OnTokens = Callable[[int, list[int], StepRecord | None], None]
 OnFinish = Callable[[int, Generation], None]
 
 MOST_UNREAD = 64  # plain steps whose taps are kept before the drafter's context takes them in
-SEEDS_AHEAD = 64  # positions for which seeds of a step's draft noise are computed at once
 
 
 @torch.inference_mode()
@@ -157,9 +156,6 @@ class _Request:
     stop_ids: frozenset[int]
     max_new_tokens: int
     generation: Generation
-    seed: int = 0  # of its random numbers; set when it is admitted
-    seeds_ahead: list[int] = field(default_factory=list)  # of its drafts, for anchors from this position on
-    seeds_from: int = 0
 
     @property
     def position(self) -> int:
@@ -217,10 +213,7 @@ class _Batch:
         if self.drafter is not None:
             draft_cache = self.drafter.new_cache(len(joining))
             self.drafter.extend(draft_cache, output.taps, [len(prompt) for prompt in prompts])
-        seeds = Streams.for_params([request.params for request in joining]).seeds
-        for request, seed in zip(joining, seeds.tolist(), strict=True):
-            request.seed = seed
-        streams = Streams(seeds.to(self.target.device))
+        streams = Streams.for_params([request.params for request in joining], self.target.device)
         sampling = SamplingTensors.stack([request.params for request in joining], self.target.device)
         probs = to_distribution(output.logits[:, None], sampling)
         first = sample(probs, streams, cache.lengths[:, None], Purpose.TARGET)[:, 0].tolist()
@@ -300,20 +293,11 @@ class _Batch:
             return None
         self._read_taps()
         sampling = self.sampling if self.draft_truncation else self.sampling.without_truncation()
-        streams = self.streams if self.schedule is None else self._step_streams()
-        return self.drafter.propose(self.draft_cache, anchors, sampling, streams, num_draft_tokens, self.drafting)
-
-    def _step_streams(self) -> Streams:
-        """Draft noise of this step alone (`dspark.schedule.step_streams`). Seeds of the positions ahead are computed
-        together and on the host: each time it is some 25 operations on a few numbers.
-        """
-        if any(request.position >= request.seeds_from + len(request.seeds_ahead) for request in self.requests):
-            ahead = torch.tensor([request.position for request in self.requests])[:, None] + torch.arange(SEEDS_AHEAD)
-            found = step_seeds(Streams(torch.tensor([request.seed for request in self.requests])), ahead)
-            for request, seeds in zip(self.requests, found.tolist(), strict=True):
-                request.seeds_from, request.seeds_ahead = request.position, seeds
-        here = [request.seeds_ahead[request.position - request.seeds_from] for request in self.requests]
-        return Streams(self._to_device(here))
+        cache = self.draft_cache
+        noise_positions = None if self.schedule is None else step_positions(cache.lengths, num_draft_tokens)
+        return self.drafter.propose(
+            cache, anchors, sampling, self.streams, num_draft_tokens, self.drafting, noise_positions
+        )
 
     def _lengths(self, plan: Plan, draft: Draft | None, offered: list[int]) -> list[int]:
         """Drafts to verify of each request, at most `offered`."""

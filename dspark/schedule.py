@@ -34,7 +34,7 @@ and "verify only if the draft is token 0", token 0 is emitted with 0.5 + 0.5 * 0
 Between steps the same must hold: what was learnt from drafts that never became output must not meet their randomness
 again. Drafts are drawn from noise of their absolute position; a position rejected in one step and drafted again in the
 next would see the same noise, and a rule that remembers (or another request whose length it changed) carries knowledge
-of it. `step_streams` therefore gives every step of a scheduled run draft noise of its own. What is settled before a
+of it. `step_positions` therefore gives every step of a scheduled run draft noise of its own. What is settled before a
 step is settled by earlier steps alone, and needs nothing more.
 
 Source: DSpark, arXiv:2607.05147, Algorithm 1, section 5.2 and appendix A.
@@ -50,7 +50,6 @@ import numpy as np
 import torch
 
 from dspark.cost import CostTable
-from dspark.sampling import Purpose, Streams
 
 # Settled steps are broken by one that chooses after so many of them, at first and at most, and each time there are so
 # many times the last; at most after more where choosing is so dear that a larger share of the time would go into it.
@@ -66,6 +65,8 @@ MEAN_OVER, MOST_SHARE = 16, 0.5
 # Accepted against expected drafts, from earlier steps: drafts that count as seen with a ratio of 1 at first, share of
 # the past that is kept from step to step, and how far the ratio is believed.
 PRIOR_DRAFTS, KEPT_SHARE, LARGEST_RATIO = 4.0, 0.95, 3.0
+# Drafts of a step have noise of so many positions; a request may reach position 2**24.
+STEP_STRIDE = 256
 
 
 @dataclass(frozen=True)
@@ -329,20 +330,19 @@ def admit_columns(
     return len(columns)
 
 
-def step_streams(streams: Streams, anchor_positions: torch.Tensor) -> Streams:
-    """Streams for the drafts of one step: a function of the request's seed and the anchor's position.
+def step_positions(anchor_positions: torch.Tensor, num_draft_tokens: int) -> torch.Tensor:
+    """The positions by which the drafts of one step look up their noise, shared with no other step of the request.
 
     Args:
-        streams: the requests' streams.
-        anchor_positions: [B] int64.
+        anchor_positions: [B] int64, 0..2**32 / STEP_STRIDE - 1; every step has another.
+        num_draft_tokens: K.
+
+    Returns:
+        [B, K] int64: anchor position * STEP_STRIDE + draft, for `Purpose.DRAFT` alone. A run that looks drafts up so
+        must do it in every step, since these numbers are also absolute positions further on.
     """
-    return Streams(step_seeds(streams, anchor_positions[:, None])[:, 0])
-
-
-def step_seeds(streams: Streams, anchor_positions: torch.Tensor) -> torch.Tensor:
-    """[B, N] int64: the seeds of `step_streams` for steps from anchors at `anchor_positions` [B, N] int64."""
-    # Drafts are drawn with numbers per token; the single number of their purpose is free and serves as the new seed.
-    return (streams.uniform(anchor_positions, Purpose.DRAFT) * 2**53).to(torch.int64)
+    assert num_draft_tokens <= STEP_STRIDE, f"{num_draft_tokens} drafts would meet the noise of the next position's"
+    return anchor_positions[:, None] * STEP_STRIDE + torch.arange(num_draft_tokens, device=anchor_positions.device)
 
 
 def parse_schedule(text: str | None) -> Schedule | None:

@@ -7,7 +7,7 @@ ordered anew in between.
 
 Random numbers are `dspark.sampling.streams`: Philox of the request's seed (vLLM draws one for requests without), the
 absolute position of the token, and the purpose DRAFT. With adaptive verification drafts are trimmed by what was drawn
-before, and each step has numbers of its own (`dspark.schedule.step_streams`): a trimmed draft's are not used again.
+before, and each step has numbers of its own (`dspark.schedule.step_positions`): a trimmed draft's are not used again.
 """
 
 from dataclasses import dataclass
@@ -178,7 +178,7 @@ class Chain:
 
     def gather(self, buffers: StepBuffers, num_reqs: int) -> StepRows:
         """Who the R requests of a step are, from vLLM's buffers."""
-        return gather_rows(buffers, num_reqs, greedy=not self.plan.probabilistic, step_seeds=self.adaptive)
+        return gather_rows(buffers, num_reqs, greedy=not self.plan.probabilistic, step_noise=self.adaptive)
 
     def _requests(self, step: StepInputs) -> ChainRequests:
         rows = step.rows

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from dspark.kernels import HAS_TRITON, tl, triton
-from dspark.kernels.philox import SINGLE, philox4x32
-from dspark.sampling import Purpose, Streams
-from dspark.schedule import step_streams
+from dspark.schedule import STEP_STRIDE, step_positions
 
 BLOCK = 128
-_DRAFT, _SINGLE = tl.constexpr(int(Purpose.DRAFT)), tl.constexpr(SINGLE)
+_STEP_STRIDE = tl.constexpr(STEP_STRIDE)
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class StepRows:
     Attributes:
         anchors: int64 target ids.
         slots: int64.
-        positions: int64, of the first draft.
+        positions: int64, by which draft 0 looks up its noise: its own, or that of `dspark.schedule.step_positions`.
         seeds: int64.
         temperature: float32.
     """
@@ -64,7 +62,7 @@ class StepRows:
 def _gather_kernel(  # noqa: PLR0913
     input_ids_ptr, slots_ptr, positions_ptr, temperature_ptr, seeds_ptr,
     anchor_out, slot_out, position_out, seed_out, temperature_out,
-    num_reqs, rows, steps, GREEDY: tl.constexpr, STEP_SEEDS: tl.constexpr, BLOCK: tl.constexpr,
+    num_reqs, rows, steps, GREEDY: tl.constexpr, STEP_NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < num_reqs
@@ -75,13 +73,8 @@ def _gather_kernel(  # noqa: PLR0913
     temperature = tl.zeros([BLOCK], tl.float32)
     if not GREEDY:
         temperature = tl.load(temperature_ptr + slot, mask=live, other=0.0)
-    if STEP_SEEDS:
-        zero = tl.zeros([BLOCK], tl.uint32)
-        high, low, _, _ = philox4x32(
-            zero, (position - 1).to(tl.uint32), zero + _DRAFT, zero + _SINGLE, seed.to(tl.uint32),
-            (seed >> 32).to(tl.uint32),
-        )  # fmt: skip
-        seed = ((high >> 5).to(tl.int64) << 26) + (low >> 6).to(tl.int64)
+    if STEP_NOISE:
+        position = (position - 1) * _STEP_STRIDE
     anchor = tl.load(input_ids_ptr + request * rows, mask=inside, other=0)
     tl.store(anchor_out + request, anchor.to(tl.int64), mask=inside)
     tl.store(slot_out + request, slot, mask=inside)
@@ -101,21 +94,21 @@ def _scatter_kernel(slots_ptr, source_ptr, target_ptr, width, BLOCK: tl.constexp
         tl.store(target_ptr + slot * width + column, row, mask=kept)
 
 
-def gather_rows(buffers: StepBuffers, num_reqs: int, *, greedy: bool, step_seeds: bool) -> StepRows:
+def gather_rows(buffers: StepBuffers, num_reqs: int, *, greedy: bool, step_noise: bool) -> StepRows:
     """One entry for each of R requests.
 
     Args:
         buffers: vLLM's.
         num_reqs: R, graph padding included.
         greedy: all temperatures are 0.
-        step_seeds: seeds of this step alone (`dspark.schedule.step_streams`).
+        step_noise: drafts have noise of this step alone (`dspark.schedule.step_positions`).
     """
     if not (HAS_TRITON and buffers.slots.device.type == "cuda"):
-        return gather_rows_ref(buffers, num_reqs, greedy=greedy, step_seeds=step_seeds)
-    return launch_gather(buffers, num_reqs, greedy=greedy, step_seeds=step_seeds)
+        return gather_rows_ref(buffers, num_reqs, greedy=greedy, step_noise=step_noise)
+    return launch_gather(buffers, num_reqs, greedy=greedy, step_noise=step_noise)
 
 
-def launch_gather(buffers: StepBuffers, num_reqs: int, *, greedy: bool, step_seeds: bool) -> StepRows:
+def launch_gather(buffers: StepBuffers, num_reqs: int, *, greedy: bool, step_noise: bool) -> StepRows:
     """The kernel of `gather_rows`."""
     device = buffers.slots.device
     integers = [torch.empty(num_reqs, dtype=torch.int64, device=device) for _ in range(4)]
@@ -123,25 +116,24 @@ def launch_gather(buffers: StepBuffers, num_reqs: int, *, greedy: bool, step_see
     _gather_kernel[(triton.cdiv(num_reqs, BLOCK),)](
         buffers.input_ids, buffers.slots, buffers.positions, buffers.temperature, buffers.seeds,
         out.anchors, out.slots, out.positions, out.seeds, out.temperature, num_reqs, buffers.rows, buffers.steps,
-        GREEDY=greedy, STEP_SEEDS=step_seeds, BLOCK=BLOCK,
+        GREEDY=greedy, STEP_NOISE=step_noise, BLOCK=BLOCK,
     )  # fmt: skip
     return out
 
 
-def gather_rows_ref(buffers: StepBuffers, num_reqs: int, *, greedy: bool, step_seeds: bool) -> StepRows:
+def gather_rows_ref(buffers: StepBuffers, num_reqs: int, *, greedy: bool, step_noise: bool) -> StepRows:
     """The definition of `gather_rows`, in PyTorch."""
     slots = buffers.slots[: num_reqs * buffers.steps : buffers.steps]
     positions = buffers.positions[: num_reqs * buffers.steps : buffers.steps]
     live, known = slots >= 0, slots.clamp_min(0)
-    streams = Streams(buffers.seeds[known].masked_fill(~live, 0))
-    if step_seeds:
-        streams = step_streams(streams, positions - 1)
+    if step_noise:
+        positions = step_positions(positions - 1, 1)[:, 0]
     temperature = buffers.temperature[known].masked_fill(~live, 0.0)
     return StepRows(
         anchors=buffers.input_ids[: num_reqs * buffers.rows : buffers.rows].long(),
         slots=slots.contiguous(),
         positions=positions.contiguous(),
-        seeds=streams.seeds,
+        seeds=buffers.seeds[known].masked_fill(~live, 0),
         temperature=torch.zeros_like(temperature) if greedy else temperature,
     )
 

@@ -14,7 +14,7 @@ from scipy import stats
 import dspark.loop
 from dspark import SamplingParams, generate
 from dspark.cost import CostPoint, CostTable, along, never_falling
-from dspark.sampling import Purpose, Streams
+from dspark.drafter import Drafter
 from dspark.schedule import (
     FIRST_LOOKS,
     FIRST_PAUSE,
@@ -22,6 +22,7 @@ from dspark.schedule import (
     LENGTHENING,
     LONGEST_PAUSE,
     SHARE_OF_LOOKS,
+    STEP_STRIDE,
     Plan,
     Schedule,
     StaticThreshold,
@@ -30,7 +31,7 @@ from dspark.schedule import (
     admit_columns,
     describe_schedule,
     parse_schedule,
-    step_streams,
+    step_positions,
     survivals,
 )
 
@@ -404,16 +405,14 @@ def test_the_enumeration_sees_a_rule_that_looks_ahead(num_requests):
     assert worst > 0.01
 
 
-def test_step_noise_is_a_requests_own_and_new_in_every_step():
-    streams = Streams(torch.tensor([5, 5, 9]))
-    first, again = step_streams(streams, torch.tensor([3, 4, 3])), step_streams(streams, torch.tensor([3, 4, 3]))
-    assert torch.equal(first.seeds, again.seeds)
-    assert len(set(first.seeds.tolist())) == 3
-    assert torch.equal(step_streams(streams.rows(torch.tensor([2])), torch.tensor([3])).seeds, first.seeds[2:])
-    position = torch.tensor([[7], [7], [7]])
-    assert not torch.equal(
-        first.exponential(position, Purpose.DRAFT, 8), streams.exponential(position, Purpose.DRAFT, 8)
-    )
+def test_no_two_steps_of_a_request_look_up_the_same_noise():
+    num_anchors = 50
+    positions = step_positions(torch.arange(num_anchors), STEP_STRIDE)
+    assert len(positions.unique()) == num_anchors * STEP_STRIDE
+    assert torch.equal(step_positions(torch.tensor([7, 3]), 4), positions[[7, 3], :4])
+    assert step_positions(torch.tensor([2**24 - 1]), STEP_STRIDE).max() == 2**32 - 1
+    with pytest.raises(AssertionError, match="the noise of the next"):
+        step_positions(torch.tensor([3]), STEP_STRIDE + 1)
 
 
 class RowByRow(Schedule):
@@ -508,7 +507,7 @@ def test_noise_of_drafts_behind_a_rejection_is_not_met_again(make, requests, at_
     to the position alone the bias must be found. A step is settled for all requests at once, so one runs at a time.
     """
     if not fresh:
-        monkeypatch.setattr(dspark.loop, "step_seeds", lambda streams, ahead: streams.seeds[:, None].expand_as(ahead))
+        monkeypatch.setattr(dspark.loop, "step_positions", lambda anchors, k: anchors[:, None] + torch.arange(1, k + 1))
     p_value = p_value_of_generation(*pair_that_trusts_token_0(), make, requests, at_once)
     assert (p_value > 1e-4) if fresh else (p_value < 1e-4)
 
@@ -566,26 +565,30 @@ def test_greedy_output_is_the_targets_and_trimmed_drafts_are_not_offered(make, s
         assert not np.isnan(step.accept_probs).any()
 
 
-def test_step_noise_comes_from_the_seed_and_the_anchors_position(monkeypatch):
-    """Computed on the host from what it knows of the requests, it is that of the streams and contexts on the device."""
+def test_step_noise_is_that_of_the_anchors_position(monkeypatch):
+    """Each request's, whatever its neighbours and whenever they leave: the batch does not show in what it samples."""
     target = tiny_target()
     drafter = tiny_drafter(drafter_config(), target)
-    on_host, seen = dspark.loop._Batch._step_streams, []
+    propose, steps = Drafter.propose, []
 
-    def compared(batch):
-        found = on_host(batch)
-        assert torch.equal(found.seeds, step_streams(batch.streams, batch.cache.lengths).seeds)
-        seen.append(len(found))
-        return found
+    def recorded(drafter, cache, anchors, sampling, streams, num_draft_tokens, drafting, noise_positions):
+        assert torch.equal(noise_positions, step_positions(cache.lengths, num_draft_tokens))
+        steps.append(len(anchors))
+        return propose(drafter, cache, anchors, sampling, streams, num_draft_tokens, drafting, noise_positions)
 
-    monkeypatch.setattr(dspark.loop._Batch, "_step_streams", compared)
-    monkeypatch.setattr(dspark.loop, "SEEDS_AHEAD", 3)  # computed anew while a request runs, too
+    monkeypatch.setattr(Drafter, "propose", recorded)
     params = [
-        SamplingParams(seed=seed, max_new_tokens=n, ignore_eos=True) for seed, n in ((3, 4), (None, 9), (-(2**63), 14))
+        SamplingParams(seed=seed, max_new_tokens=n, ignore_eos=True) for seed, n in ((3, 4), (9, 9), (-(2**63), 14))
     ]
-    for size in (1, 2, 3):
-        generate(target, drafter, PROMPTS, params, schedule=StaticThreshold(0.2), max_batch_size=size)
-    assert set(seen) == {1, 2, 3}
+    alone, *together = [
+        [
+            g.token_ids
+            for g in generate(target, drafter, PROMPTS, params, schedule=StaticThreshold(0.2), max_batch_size=n)
+        ]
+        for n in (1, 2, 3)
+    ]
+    assert all(each == alone for each in together)
+    assert set(steps) == {1, 2, 3}
 
 
 def test_threshold_0_changes_nothing():

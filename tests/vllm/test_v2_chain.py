@@ -20,7 +20,7 @@ from dspark.sampling import (
     sample,
     to_distribution,
 )
-from dspark.schedule import step_streams
+from dspark.schedule import step_positions
 from dspark.vllm import v2_models
 from dspark.vllm.v1 import served_target
 from dspark.vllm.v2_models import stored_drafter
@@ -89,17 +89,18 @@ def draw_by_token_id(logits, sampling, streams, positions, drafting, ids):
     return sample(probs[:, None], streams, positions[:, None], Purpose.DRAFT, columns)[:, 0], probs
 
 
-def library_chain(library, hidden, step, drafting="probabilistic", streams=None, draw=draft_token):
+def library_chain(library, hidden, step, drafting="probabilistic", draw=draft_token, noise_positions=None):
     """Tokens [R, K], q [R, K, V] over target ids, and confidence logits of the library."""
     sampling = SamplingTensors.stack([SamplingParams(temperature=t) for t in step.temperatures])
-    streams = Streams(torch.tensor(step.seeds)) if streams is None else streams
+    streams = Streams(torch.tensor(step.seeds))
+    if noise_positions is None:
+        noise_positions = torch.tensor(step.anchor_positions)[:, None] + torch.arange(1, 5)
     ids, tokens, rows = library.draft_ids(), [], []
     columns = torch.arange(library.target_vocab_size) if ids is None else ids
 
     def pick(i, logits):
         visible = logits if ids is not None else logits[:, : library.target_vocab_size]
-        positions = torch.tensor(step.anchor_positions) + 1 + i
-        token, q = draw(visible, sampling, streams, positions, drafting, ids)
+        token, q = draw(visible, sampling, streams, noise_positions[:, i], drafting, ids)
         dense = torch.zeros(len(step.slots), library.target_vocab_size)
         dense[:, columns] = (
             torch.nn.functional.one_hot(visible.argmax(-1), visible.shape[1]).float() if q is None else q
@@ -175,8 +176,8 @@ def test_confidences_and_numbers_of_each_step(loaded):
     speculator, library = loaded({}, adaptive, prepare=calibrate)
     assert library.calibration is not None
     hidden = run(speculator)
-    streams = step_streams(Streams(torch.tensor(STEP.seeds)), torch.tensor(STEP.anchor_positions))
-    tokens, _, confidence = library_chain(library, hidden, STEP, streams=streams)
+    noise_positions = step_positions(torch.tensor(STEP.anchor_positions), 4)
+    tokens, _, confidence = library_chain(library, hidden, STEP, noise_positions=noise_positions)
     assert speculator.draft_tokens[:3].tolist() == tokens.tolist()
     probs = speculator.draft_token_confidence_probs[:3]
     assert torch.allclose(probs, confidence.sigmoid(), atol=1e-6)

@@ -25,12 +25,12 @@ def buffers(device, num_reqs, steps=3, rows=4):
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("step_seeds", [False, True])
+@pytest.mark.parametrize("step_noise", [False, True])
 @pytest.mark.parametrize("num_reqs", [1, 5, 130])
-def test_one_launch_gathers_what_the_definition_does(device, num_reqs, step_seeds, greedy):
+def test_one_launch_gathers_what_the_definition_does(device, num_reqs, step_noise, greedy):
     step = buffers(device, num_reqs)
-    expected = gather_rows_ref(step, num_reqs, greedy=greedy, step_seeds=step_seeds)
-    rows = launch_gather(step, num_reqs, greedy=greedy, step_seeds=step_seeds)
+    expected = gather_rows_ref(step, num_reqs, greedy=greedy, step_noise=step_noise)
+    rows = launch_gather(step, num_reqs, greedy=greedy, step_noise=step_noise)
     for name in ("anchors", "slots", "positions", "seeds", "temperature"):
         assert torch.equal(getattr(rows, name), getattr(expected, name)), name
 
