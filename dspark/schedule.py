@@ -41,6 +41,7 @@ Source: DSpark, arXiv:2607.05147, Algorithm 1, section 5.2 and appendix A.
 """
 
 import hashlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,7 +161,9 @@ class ThroughputSchedule(Schedule):
 
     def __init__(self, cost: CostTable, *, ragged: bool = False, adaptive: bool = True) -> None:
         self.cost, self.ragged, self.adaptive = cost, ragged, adaptive
-        self._survival: np.ndarray | None = None  # [K] running mean by position
+        # Of every step's own work little is done in numpy: on a few numbers its calls take far longer than the sums.
+        self._survival: list[float] = []  # [K] running mean by position; empty before the first step
+        self._settled_times: dict[tuple[int, int], list[float]] = {}
         self._since_seen = self._since_look = 0  # steps: confidences were seen, a step chose
         # Running means over steps that chose, of tokens and seconds per request: as it was, and settled beforehand.
         self._compared, self._looks = np.zeros(4), 0
@@ -199,14 +202,16 @@ class ThroughputSchedule(Schedule):
         if not self.adaptive:
             return
         survival = survivals(confidence)
-        verified, seen = _first(self._verified, survival.shape[1]), survival.mean(0)
-        if self._survival is None:
-            self._survival = seen  # the first step is compared with what it says itself
+        num_requests, proposed = survival.shape
+        seen = (survival.sum(0) / num_requests).tolist()
+        self._survival = self._survival or seen  # the first step is compared with what it says itself
         if self._plan.choose:
-            self._compare(np.minimum(survival * self.ratio, 1.0), verified)
-        self._remember(seen, len(survival))
+            self._compare(np.minimum(survival * self.ratio, 1.0), _first(self._verified, proposed))
+        self._remember(seen, num_requests)
+        all_verified = min(self._verified) == proposed
+        expected = num_requests * sum(seen) if all_verified else survival[_first(self._verified, proposed)].sum()
         self._accepted = KEPT_SHARE * self._accepted + sum(accepted)
-        self._predicted = KEPT_SHARE * self._predicted + float(survival[verified].sum())
+        self._predicted = KEPT_SHARE * self._predicted + float(expected)
 
     @property
     def ratio(self) -> float:
@@ -216,13 +221,24 @@ class ThroughputSchedule(Schedule):
 
     def _settled(self, limits: Sequence[int], longest: int) -> tuple[Plan, float]:
         """The best of the plans that choose nothing, by earlier steps, and its seconds."""
-        assert self._survival is not None, "the first step chooses"
-        seconds = self.cost.settled_seconds(len(limits), min(longest, len(self._survival)))
-        seconds = np.concatenate([[self.cost.plain_seconds(len(limits))], seconds])
-        columns = np.minimum(self._survival[: len(seconds) - 1] * self.ratio, 1.0)
-        columns *= _first(limits, len(columns)).mean(0)
-        best = int(np.argmax((1.0 + np.concatenate([[0.0], np.cumsum(columns)])) / seconds))
-        return Plan(best, choose=False), float(seconds[best])
+        seconds = self._times(len(limits), min(longest, len(self._survival)))
+        ratio, fewest = self.ratio, min(limits)
+        tokens, best = 1.0, 0
+        best_rate = tokens / seconds[0]
+        for k, survival in enumerate(self._survival[: len(seconds) - 1], start=1):
+            share = 1.0 if k <= fewest else sum(limit >= k for limit in limits) / len(limits)
+            tokens += share * min(survival * ratio, 1.0)
+            if tokens / seconds[k] > best_rate:
+                best, best_rate = k, tokens / seconds[k]
+        return Plan(best, choose=False), seconds[best]
+
+    def _times(self, num_requests: int, num_drafts: int) -> list[float]:
+        """Seconds of a plain step, and of those settled at 1, 2, ... drafts."""
+        key = num_requests, num_drafts
+        if key not in self._settled_times:
+            settled = self.cost.settled_seconds(num_requests, num_drafts)
+            self._settled_times[key] = [self.cost.plain_seconds(num_requests), *settled.tolist()]
+        return self._settled_times[key]
 
     def _may_settle(self, plan: Plan) -> bool:
         return self._looks >= FIRST_LOOKS or plan.num_drafts == 0
@@ -248,19 +264,22 @@ class ThroughputSchedule(Schedule):
 
     def _expected(self) -> np.ndarray | None:
         """[K]: the confidence by position that earlier steps had, where it was reached."""
-        if self._survival is None:
+        if not self._survival:
             return None
-        reached = np.concatenate([[1.0], self._survival[:-1]])
-        return self._survival / np.maximum(reached, np.finfo(np.float64).tiny)
+        survival = np.array(self._survival)
+        reached = np.concatenate([[1.0], survival[:-1]])
+        return survival / np.maximum(reached, np.finfo(np.float64).tiny)
 
-    def _remember(self, seen: np.ndarray, num_requests: int) -> None:
-        known = self._survival
-        if known is None or len(known) < len(seen):
+    def _remember(self, seen: list[float], num_requests: int) -> None:
+        known, behind = self._survival[: len(seen)], self._survival[len(seen) :]
+        if len(known) < len(seen):
             self._survival = seen
         else:
-            new = known[: len(seen)] + _share(num_requests, self._since_seen) * (seen - known[: len(seen)])
-            behind = known[len(seen) :] * (new[-1] / max(known[len(seen) - 1], np.finfo(np.float64).tiny))
-            self._survival = np.concatenate([new, behind])  # of drafts not proposed: as likely as before once reached
+            share = _share(num_requests, self._since_seen)
+            new = [old + share * (now - old) for old, now in zip(known, seen, strict=True)]
+            # Drafts that were not proposed are as likely as before once they are reached.
+            change = new[-1] / max(known[-1], sys.float_info.min)
+            self._survival = new + [each * change for each in behind]
         self._since_seen = 0
 
 
