@@ -17,13 +17,13 @@ HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of targets: some hav
 
 def name_models(options: argparse.Namespace) -> None:
     """Give models that were named by position the names of the flags: `target`, absent for the embedded one, and
-    `drafter`, of `dspark quality` a list. A server's tokenizer that is named `embedded` becomes that target's folder.
+    `drafter`, of `dspark quality` a list. A server's tokenizer that is named `embedded` becomes that target's path.
 
     Raises:
         ValueError: a drafter is missing, or there are several where one is expected.
     """
     if hasattr(options, "endpoint") and getattr(options, "target", None) == EMBEDDED:
-        options.target = str(resolve_default_target().folder)
+        options.target = str(resolve_default_target().path)
     if not hasattr(options, "models"):
         return
     target, drafters = named_models(options.models, getattr(options, "target", None))

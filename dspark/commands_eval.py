@@ -150,7 +150,7 @@ def _open_backend(
     location, source = locate_target(getattr(options, "target", None))
     if location is not None and location.gguf_file is not None:
         raise ValueError(
-            f"--backend vllm cannot load {location.folder / location.gguf_file}: it needs a Hugging Face folder with "
+            f"--backend vllm cannot load {location.path}: it needs a Hugging Face folder with "
             "config.json and safetensors"
         )
     path = options.target if location is None else str(location.folder)

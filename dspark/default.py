@@ -62,6 +62,11 @@ class TargetLocation:
     source: str
     gguf_file: str | None = None
 
+    @property
+    def path(self) -> Path:
+        """What a command line would name: the folder, or the GGUF file."""
+        return self.folder / (self.gguf_file or "")
+
 
 def default_drafter_path() -> Path:
     """Folder of the embedded drafter (config.json, model.safetensors).
@@ -99,6 +104,17 @@ def load_target(location: TargetLocation, *, dtype: "torch.dtype", device: "str 
 
     model, tokenizer = _load(location, dtype)
     return HFTarget(model.to(device), tokenizer)
+
+
+def load_tokenizer(location: TargetLocation) -> Any:
+    """Load a target's tokenizer.
+
+    Raises:
+        OSError, ValueError: the files cannot be read, or hold none.
+    """
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(location.folder, **_gguf_options(location))
 
 
 def resolve_default_target(path: str | os.PathLike[str] | None = None) -> TargetLocation:
@@ -224,16 +240,15 @@ def _load(location: TargetLocation, dtype: "torch.dtype") -> tuple[Any, Any]:
     """
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     from dspark.target import load_model
 
     transformers_logging.disable_progress_bar()  # three bars would bury the one line that says what happens
-    gguf: dict[str, Any] = {"gguf_file": location.gguf_file} if location.gguf_file else {}
+    gguf = _gguf_options(location)
     read_dtype = torch.bfloat16 if gguf else dtype
     try:
-        tokenizer = AutoTokenizer.from_pretrained(location.folder, **gguf)
+        tokenizer = load_tokenizer(location)
         model = load_model(location.folder, dtype=read_dtype, **gguf, **(_dequantise() if gguf else {}))
     except (OSError, SafetensorError) as error:
         raise ValueError(
@@ -241,6 +256,10 @@ def _load(location: TargetLocation, dtype: "torch.dtype") -> tuple[Any, Any]:
             f"If this is a folder in {cache_folder()}, delete it and run again"
         ) from error
     return model.to(dtype).eval(), tokenizer
+
+
+def _gguf_options(location: TargetLocation) -> dict[str, Any]:
+    return {"gguf_file": location.gguf_file} if location.gguf_file else {}
 
 
 def _dequantise() -> dict[str, Any]:

