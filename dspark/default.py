@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import struct
 import tempfile
 import time
 from dataclasses import dataclass
@@ -114,7 +115,10 @@ def load_tokenizer(location: TargetLocation) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(location.folder, **_gguf_options(location))
+    try:
+        return AutoTokenizer.from_pretrained(location.folder, **_gguf_options(location))
+    except struct.error as error:  # what the GGUF reader raises where a file ends too early
+        raise ValueError(f"{location.path} is cut short or no GGUF file ({error}): fetch or copy it again") from error
 
 
 def resolve_default_target(path: str | os.PathLike[str] | None = None) -> TargetLocation:

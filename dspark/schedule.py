@@ -360,7 +360,7 @@ def step_positions(anchor_positions: torch.Tensor, num_draft_tokens: int) -> tor
         [B, K] int64: anchor position * STEP_STRIDE + draft, for `Purpose.DRAFT` alone. A run that looks drafts up so
         must do it in every step, since these numbers are also absolute positions further on.
     """
-    assert num_draft_tokens <= STEP_STRIDE, f"{num_draft_tokens} drafts would meet the noise of the next position's"
+    assert num_draft_tokens <= STEP_STRIDE, f"{num_draft_tokens} drafts would meet the noise of the next step"
     return anchor_positions[:, None] * STEP_STRIDE + torch.arange(num_draft_tokens, device=anchor_positions.device)
 
 

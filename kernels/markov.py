@@ -123,7 +123,7 @@ class ChainRequests:
 
     Attributes:
         anchors: [B] int64, last emitted token, a target id.
-        positions: [B] int64, absolute position of draft 0.
+        positions: [B] int64, by which draft 0 looks up its noise: its absolute position, or another number of its own.
         seeds: [B] int64, the Philox key of the request's random numbers.
         temperature: [B] float32; 0 is greedy.
         cache_rows: [B] int64, the request's row of the logits cache; -1 is a padding row, for which nothing is

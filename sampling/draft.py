@@ -30,7 +30,8 @@ def draft_token(
         logits: [B, D] of the draft vocabulary.
         params: one row per request; what the draft is to apply of the request's parameters.
         streams: the requests' random numbers.
-        positions: [B] int64, absolute position of the drafted token.
+        positions: [B] int64, by which the draft looks up its noise: its absolute position, or another number of its
+            own.
         drafting: "greedy" takes the largest logit whatever the temperature; "probabilistic" draws.
         ids: [D] int64, target id of each column; None if column v is token v.
 
@@ -51,8 +52,7 @@ def draft_token(
 @dataclass
 class BlockDraws:
     """The draws of a block, position after position. What they have in common is computed once, and but for top-p
-    nothing waits for the device before `check`. Arguments as in `draft_token`, but positions [B, K] of all drafted
-    tokens.
+    nothing waits for the device before `check`. Arguments as in `draft_token`, but positions [B, K], of all drafts.
     """
 
     params: SamplingTensors

@@ -24,6 +24,7 @@ from dspark.kernels.markov_candidates import (
     candidates_chain_ref,
 )
 from dspark.kernels.markov_chain import DenseWorkspace, dense_chain
+from dspark.schedule import STEP_STRIDE
 from dspark.vllm.v2_models import DSparkDraftModel
 from dspark.vllm.v2_plan import Plan
 from dspark.vllm.v2_rows import StepBuffers, StepRows, gather_rows, scatter_rows
@@ -105,6 +106,7 @@ class Chain:
             store: receives the proposals.
             adaptive: whether vLLM's adaptive verification reads confidences, and trims drafts by them.
         """
+        assert not adaptive or plan.num_draft_tokens <= STEP_STRIDE, "drafts would meet the noise of the next step"
         self.model, self.plan, self.store, self.adaptive = model, plan, store, adaptive
         self.columns = min(model.drafter.draft_vocab_size, model.target_vocab_size)  # rows beyond are padding
         self.weights = chain_weights(model, self.columns, with_confidence=adaptive)

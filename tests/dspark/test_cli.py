@@ -24,6 +24,8 @@ from dspark.evals import EvalSettings
 from dspark.evals.doctor import DoctorSettings
 from dspark.profile import ProfileSettings
 from dspark.sampling import SamplingParams
+from dspark.vllm.backends import ServerBackend
+from dspark.vllm.client import ServedModel
 
 PROMPT = ["--prompt", "A", "--no-chat"]  # continued by B, C, D, ...
 
@@ -343,6 +345,18 @@ class TestEmbedded:
         monkeypatch.setattr("dspark.commands_eval.evaluate", lambda options: seen.append(options.target) or 0)
         assert run("eval", "--endpoint", "http://a", "--target", "embedded") == 0
         assert seen == [str(tmp_path / "model.gguf") if gguf else pair[1]]
+
+    def test_a_servers_tokenizer_from_a_gguf_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        (tmp_path / "a.gguf").write_bytes(b"GGUF")
+        (tmp_path / "b.gguf").write_bytes(b"GGUF")
+        monkeypatch.setattr("dspark.vllm.backends.served_model", lambda _: ServedModel("served", "elsewhere", "0"))
+        with pytest.raises(ValueError, match=r"from .*b\.gguf: name a copy .*is cut short or no GGUF file"):
+            ServerBackend.connect("http://a", str(tmp_path / "b.gguf"), EvalSettings())
+        monkeypatch.setattr(
+            "transformers.AutoTokenizer.from_pretrained", lambda folder, gguf_file: (Path(folder), gguf_file)
+        )
+        served = ServerBackend.connect("http://a", str(tmp_path / "b.gguf"), EvalSettings())
+        assert served.tokenizer == (tmp_path, "b.gguf")
 
 
 @pytest.mark.parametrize(

@@ -565,30 +565,51 @@ def test_greedy_output_is_the_targets_and_trimmed_drafts_are_not_offered(make, s
         assert not np.isnan(step.accept_probs).any()
 
 
+class PlainBetween(StaticThreshold):
+    """Every other step is plain."""
+
+    def plan(self, limits):
+        object.__setattr__(self, "drafts", not getattr(self, "drafts", False))
+        return Plan(max(limits) if self.drafts else 0)
+
+
 def test_step_noise_is_that_of_the_anchors_position(monkeypatch):
-    """Each request's, whatever its neighbours and whenever they leave: the batch does not show in what it samples."""
+    """Each request's, whatever its neighbours, whenever they leave, and after steps that the drafter did not see."""
     target = tiny_target()
     drafter = tiny_drafter(drafter_config(), target)
-    propose, steps = Drafter.propose, []
+    propose, propose_batch = Drafter.propose, dspark.loop._Batch._propose
+    anchors, steps = [], []
 
-    def recorded(drafter, cache, anchors, sampling, streams, num_draft_tokens, drafting, noise_positions):
-        assert torch.equal(noise_positions, step_positions(cache.lengths, num_draft_tokens))
-        steps.append(len(anchors))
-        return propose(drafter, cache, anchors, sampling, streams, num_draft_tokens, drafting, noise_positions)
+    def noting_anchors(batch, *arguments):
+        anchors.append([request.position for request in batch.requests])
+        return propose_batch(batch, *arguments)
 
-    monkeypatch.setattr(Drafter, "propose", recorded)
+    def compared(drafter, cache, tokens, sampling, streams, num_draft_tokens, drafting, noise_positions):
+        assert torch.equal(noise_positions, step_positions(torch.tensor(anchors[-1]), num_draft_tokens))
+        steps.append(len(tokens))
+        return propose(drafter, cache, tokens, sampling, streams, num_draft_tokens, drafting, noise_positions)
+
+    monkeypatch.setattr(dspark.loop._Batch, "_propose", noting_anchors)
+    monkeypatch.setattr(Drafter, "propose", compared)
     params = [
         SamplingParams(seed=seed, max_new_tokens=n, ignore_eos=True) for seed, n in ((3, 4), (9, 9), (-(2**63), 14))
     ]
-    alone, *together = [
-        [
-            g.token_ids
-            for g in generate(target, drafter, PROMPTS, params, schedule=StaticThreshold(0.2), max_batch_size=n)
-        ]
-        for n in (1, 2, 3)
-    ]
-    assert all(each == alone for each in together)
+    for size in (1, 2, 3):
+        generate(target, drafter, PROMPTS, params, schedule=PlainBetween(0.2), max_batch_size=size)
     assert set(steps) == {1, 2, 3}
+    assert len(steps) < len(anchors)
+
+
+def test_a_scheduled_requests_text_does_not_depend_on_its_neighbours():
+    target = tiny_target()
+    drafter = tiny_drafter(drafter_config(), target)
+    params = [SamplingParams(seed=seed, max_new_tokens=12, ignore_eos=True) for seed in (3, 9, -(2**63))]
+    runs = [
+        generate(target, drafter, PROMPTS, params, schedule=StaticThreshold(0.2), max_batch_size=size)
+        for size in (1, 2, 3)
+    ]
+    alone, *together = [[generation.token_ids for generation in run] for run in runs]
+    assert all(each == alone for each in together)
 
 
 def test_threshold_0_changes_nothing():
