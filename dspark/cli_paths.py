@@ -16,7 +16,7 @@ HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of targets: some hav
 
 
 def name_models(options: argparse.Namespace) -> None:
-    """Give models that were named by position the names of the flags: `target`, absent for the embedded one, and
+    """Give models that were named by position the names of the flags: `target`, absent where none was named, and
     `drafter`, of `dspark quality` a list. A server's tokenizer that is named `embedded` becomes that target's path.
 
     Raises:
@@ -30,7 +30,7 @@ def name_models(options: argparse.Namespace) -> None:
     if len(drafters) > 1 and options.command != "quality":
         raise ValueError(f"{len(options.models)} models were named: expected [TARGET] DRAFTER")
     options.drafter = drafters if options.command == "quality" else drafters[0]
-    if target != EMBEDDED:
+    if target != EMBEDDED or len(options.models) > 1:
         options.target = target
 
 

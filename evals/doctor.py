@@ -37,7 +37,7 @@ from dspark.evals.text_groups import ScoringRule
 from dspark.loop import generate
 from dspark.sampling import SamplingParams
 from dspark.target import HFTarget
-from dspark.terminal import align
+from dspark.terminal import align, count
 
 MAX_FAULTS = 3
 LEAST_GAIN = 0.05
@@ -141,7 +141,7 @@ def diagnose(
         declared = search.score(drafter)
         if np.isnan(declared).any():
             return Diagnosis((*faults, "the drafter's logits are not finite on ordinary text: its weights are damaged"))
-        kept, kept_scores, found = drafter, declared, []
+        kept, kept_scores, found, better = drafter, declared, [], []
         while True:
             search.report(f"readings beside {'the declared one' if not found else found[-1].value}")
             candidates = list(alternatives(kept, target, raw))
@@ -150,9 +150,9 @@ def diagnose(
             if best is None or len(found) == MAX_FAULTS or not search.is_better(best[1], kept_scores):
                 break
             found.append(best[0])
+            better.append(search.describe(best, scored))
             kept, kept_scores = best[0].drafter, best[1]
         findings = search.findings(kept_scores, scored, found, declared)
-        better = [f"{reading.topic}: {reading.value} drafts better; {reading.remedy}" for reading in found]
         _, overlap = search.overlaps(kept, search.max_anchors)
         acceptance = overlap.mean(0)
         if search.knows_nothing(kept_scores):
@@ -269,6 +269,23 @@ class _Search:
         assert difference.value is not None
         return (difference.low or 0.0) > 0 and difference.value > LEAST_GAIN * scores.mean()
 
+    def describe(self, best: tuple[Reading, np.ndarray], scored: Sequence[tuple[Reading, np.ndarray]]) -> str:
+        """What is better than the reading kept, with others of its topic that may be as good, and what to do."""
+        reading, scores = best
+        shared = reading.value.rsplit(" ", 1)[0] + " "
+        alike = [
+            other.value.removeprefix(shared)
+            for other, theirs in scored
+            if other.topic == reading.topic and other.value != reading.value and not self.is_better(scores, theirs)
+        ]
+        better = f"{reading.topic}: {reading.value} drafts better"
+        if not alike:
+            return f"{better}; {reading.remedy}"
+        return (
+            f"{better} (nothing in these texts tells it from {', '.join(alike)}); {reading.remedy}, or the one that "
+            "training used if it is among them"
+        )
+
     def findings(
         self,
         kept: np.ndarray,
@@ -337,7 +354,8 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
             "declared" + ("" if declared == best else f", {best} read best")
         )
         shown = " ".join(f"{value:.2f}" for value in diagnosis.acceptance)
-        lines.append(f"acceptance by position (1 - TV): {shown}")
+        drafts = count(len(diagnosis.acceptance), "draft")
+        lines.append(f"acceptance by position (1 - TV; {drafts}, as many as a block has in either layout): {shown}")
     rows = [
         (found.topic, found.alternative, number(found.difference, 3, interval=True, sign="+"), VERDICTS[found.verdict])
         for found in diagnosis.findings

@@ -126,7 +126,8 @@ def _agreement(rows: Iterable[ResultRow]) -> str:
     inside = sum(gap.low <= 0 <= gap.high for gap in gaps)
     return (
         f"Realised acceptance against 1 − TV in sampled requests: {inside} of {len(gaps)} intervals of the difference "
-        f"contain 0. If verification is right, about {LEVEL:.0%} do, fewer where a position has few events."
+        f"contain 0 (of positions that at least {FEWEST} steps reached). If verification is right, about {LEVEL:.0%} "
+        "do, fewer where a position has few events."
     )
 
 

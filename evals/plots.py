@@ -117,6 +117,7 @@ def _draw(
     for axes in grid[-1]:
         axes.set_xlabel(x_label)
     figure.supylabel(y_label, fontsize=9)
+    handles = {name: handles[name] for row in rows for _, series in row for name in series if name in handles}
     if handles:
         columns = int(figure.get_figwidth() / (0.5 + 0.07 * max(map(len, handles))))  # as many as fit
         columns = max(1, min(len(handles), columns))
@@ -133,9 +134,13 @@ def _whiskers(estimates: Sequence[Estimate]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lines(axes: Any, series: Series) -> None:
-    """A line for each series over draft positions from 1, beside each other so that whiskers do not hide."""
+    """A line for each series over draft positions from 1, beside each other so that whiskers do not hide. A series has
+    its place, colour and marker in every panel, also where another is empty.
+    """
     depth = max(map(len, series.values()), default=1)
     for i, (label, estimates) in enumerate(series.items()):
+        if not estimates:
+            continue
         x = np.arange(1, len(estimates) + 1) + 0.1 * (i - (len(series) - 1) / 2)
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         axes.errorbar(x, *_whiskers(estimates), color=colour, fmt=marker, label=label, **WHISKER)
@@ -145,9 +150,13 @@ def _lines(axes: Any, series: Series) -> None:
 
 
 def _bars(axes: Any, series: Series, written: str = "") -> None:
-    """A bar for each series at every tick, from 0; `written` is the form of a number above each, if any."""
+    """A bar for each series at every tick, from 0; `written` is the form of a number above each, if any. Empty series
+    keep their place and colour, as in `_lines`.
+    """
     width = 0.8 / max(len(series), 1)
     for i, (label, estimates) in enumerate(series.items()):
+        if not estimates:
+            continue
         value, reach = _whiskers(estimates)
         x = np.arange(len(value)) + (i - (len(series) - 1) / 2) * width
         axes.bar(x, value, width * 0.92, color=COLOURS[i % len(COLOURS)], label=label)
@@ -192,7 +201,7 @@ def _acceptance(run: Run) -> Any:
             "unconditional": [rates.unconditional for rates in row.acceptance.positions],
         }
         # A server does not report what it expects.
-        return {name: e for name, e in found.items() if any(estimate.value is not None for estimate in e)}
+        return {name: e if any(each.value is not None for each in e) else [] for name, e in found.items()}
 
     return _by_position([run], series, "share accepted")
 
@@ -200,16 +209,20 @@ def _acceptance(run: Run) -> Any:
 def _runs(runs: Sequence[Run]) -> Any:
     def series(dataset: str, temperature: float) -> Series:
         rows = {run.name: _row(run, dataset, temperature) for run in runs}
-        return {name: _where_reached(row, "conditional") for name, row in rows.items() if row is not None}
+        return {name: [] if row is None else _where_reached(row, "conditional") for name, row in rows.items()}
 
     return _by_position(runs, series, "share accepted of those reached")
 
 
 def _accepted_length(run: Run) -> Any:
-    panels = []
+    panels: list[Panel] = []
+    temperatures = sorted({temperature for _, temperature in run.cells})
     for dataset in dict.fromkeys(dataset for dataset, _ in run.cells):
-        rows = [row for row in run.rows if row.dataset == dataset and row.acceptance.accepted_shares]
-        panels.append((dataset, {f"temperature {r.temperature:g}": r.acceptance.accepted_shares for r in rows}))
+        rows = {temperature: _row(run, dataset, temperature) for temperature in temperatures}
+        shares = {
+            f"temperature {t:g}": [] if row is None else row.acceptance.accepted_shares for t, row in rows.items()
+        }
+        panels.append((dataset, shares))
     width = 2.9 if len(panels) > 1 else 5.0
     return _draw([panels], _bars, "drafts accepted in a step", "share of steps", width)
 
@@ -246,13 +259,14 @@ def _reliability(run: Run) -> Any:
     if not rows:
         return None
     temperatures = sorted({row.temperature for row in rows})
+    datasets = list(dict.fromkeys(row.dataset for row in rows))  # each has its place and colour in every panel
     figure, panels = _figure(
         2, len(temperatures), 3.6, 2.3, sharex=True, sharey="row", gridspec_kw={"height_ratios": (3.2, 1)}
     )
     for (axes, counts), temperature in zip(panels.T, temperatures, strict=True):
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
-        here = [row for row in rows if row.temperature == temperature]
-        for i, row in enumerate(here):
+        for row in (row for row in rows if row.temperature == temperature):
+            i = datasets.index(row.dataset)
             calibration, colour = row.acceptance.calibration, COLOURS[i % len(COLOURS)]
             bins = [b for b in calibration.bins if b.num_positions >= FEWEST]
             x = np.array([b.mean_survival for b in bins])
@@ -260,8 +274,8 @@ def _reliability(run: Run) -> Any:
             axes.errorbar(x, *_whiskers([b.accepted for b in bins]), color=colour, fmt="o-", label=label, **WHISKER)
             edges = np.array([b.low for b in calibration.bins])
             shares = np.array([b.num_positions for b in calibration.bins]) / calibration.num_positions
-            width = 0.1 * 0.9 / len(here)
-            counts.bar(edges + 0.05 + (i - (len(here) - 1) / 2) * width, shares, width, color=colour)
+            width = 0.1 * 0.9 / len(datasets)
+            counts.bar(edges + 0.05 + (i - (len(datasets) - 1) / 2) * width, shares, width, color=colour)
         axes.set_title(f"temperature {temperature:g}")
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.02)

@@ -91,23 +91,34 @@ def fit_sts(requests: Sequence[Sequence[StepRecord]], num_positions: int | None 
             "server, which does not report it"
         )
     depth = int(offered.max()) if num_positions is None else num_positions
+    _check_labels(accepted, offered, depth)
     fitted: list[tuple[float, float]] = []
     log_survival = np.zeros(len(logits))
     for k in range(depth):
         known = offered > k
         labels = accepted[known] > k
-        kept = int(labels.sum())
-        fewer = min(kept, len(labels) - kept)
-        if fewer < MIN_LABELS:
-            raise ValueError(
-                f"draft {k + 1} was verified in {len(labels)} steps, with {kept} accepted prefixes and "
-                f"{len(labels) - kept} rejected ones: a fit needs {MIN_LABELS} of each. Run "
-                f"{'more than' if fewer == 0 else 'some'} {MIN_LABELS / max(fewer, 1):.1f} times as many requests, or "
-                "longer ones"
-            )
         fitted.append(_fit_position(logits[known, k], log_survival[known], labels))
         log_survival[known] += _log_sigmoid(logits[known, k] / fitted[-1][0] + fitted[-1][1])
     return Scaling(*(tuple(values) for values in zip(*fitted, strict=True)))
+
+
+def _check_labels(accepted: np.ndarray, offered: np.ndarray, depth: int) -> None:
+    """Refuse events in which a position has too few prefixes of either kind (ValueError); of several such positions the
+    scarcest is named, since it says how much more is needed.
+    """
+    verified = np.array([(offered > k).sum() for k in range(depth)])
+    kept = np.array([(accepted[offered > k] > k).sum() for k in range(depth)])
+    fewer = np.minimum(kept, verified - kept)
+    if fewer.min() >= MIN_LABELS:
+        return
+    k, num_short = int(fewer.argmin()), int((fewer < MIN_LABELS).sum())
+    others = f" (the scarcest of {num_short} drafts that have too few)" if num_short > 1 else ""
+    raise ValueError(
+        f"draft {k + 1} was verified in {verified[k]} steps, with {kept[k]} accepted prefixes and "
+        f"{verified[k] - kept[k]} rejected ones{others}: a fit needs {MIN_LABELS} of each. Run "
+        f"{'more than' if fewer[k] == 0 else 'some'} {MIN_LABELS / max(fewer[k], 1):.1f} times as many requests, or "
+        "longer ones"
+    )
 
 
 def scale_steps(requests: Sequence[Sequence[StepRecord]], scaling: Scaling) -> list[list[StepRecord]]:

@@ -320,11 +320,15 @@ class TestEmbedded:
             pytest.param(["eval", "--target", "embedded", "--drafter", "embedded"], id="eval"),
             pytest.param(["quality", "--target", "embedded"], id="quality-target"),
             pytest.param(["quality", "embedded", "embedded"], id="quality-by-position"),
+            pytest.param(["quality", "embedded", "DRAFTER"], id="quality-target-by-position"),
             pytest.param(["convert", "embedded", "DST", "--to", "speculators", "--target", "embedded"], id="convert"),
         ],
     )
-    def test_other_commands(self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-        arguments = [str(tmp_path / "new") if word == "DST" else word for word in arguments]
+    def test_other_commands(
+        self, arguments: list[str], pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        paths = {"DST": str(tmp_path / "new"), "DRAFTER": pair[3]}
+        arguments = [paths.get(word, word) for word in arguments]
         if arguments[0] in ("eval", "quality"):
             prompts = tmp_path / "mine.jsonl"
             prompts.write_text('{"prompt": "A"}\n{"prompt": "B"}\n')
@@ -332,7 +336,9 @@ class TestEmbedded:
         if arguments[0] == "quality":
             arguments += ["--states", str(tmp_path / "states")]
         assert run(*arguments, "--json") == 0
-        assert capsys.readouterr().out.startswith('{"command"')
+        said = capsys.readouterr()
+        assert said.out.startswith('{"command"')
+        assert "no target was named" not in said.err
 
     @pytest.mark.parametrize("gguf", [False, True])
     def test_the_tokenizer_of_a_server(

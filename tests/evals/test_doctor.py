@@ -3,6 +3,7 @@ change. Texts and anchors are seeded, so that nothing here is a matter of chance
 """
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -124,6 +125,22 @@ def test_each_fault_is_found_and_its_remedy_named(weights, changes, topic, remed
     assert remedy in diagnosis.faults[0]
     assert diagnosis.best_score.value > diagnosis.score.value
     assert format_diagnosis(diagnosis).startswith("faults:")
+
+
+def test_readings_that_draft_alike_are_named_together(examine):
+    """Where the text cannot tell two fillers apart, neither is said to be the one of training."""
+    other = 30  # no word of the language
+    weights = stored_drafter()
+    (name,) = (name for name in weights if name.endswith("embed_tokens.weight"))
+    weights[name] = weights[name].clone()
+    weights[name][other] = weights[name][MASK]
+    (fault,) = examine(weights, mask_token_id=7, pad_token_id=other).faults
+    best, tied = re.search(
+        r"mask token (\d+) drafts better \(nothing in these texts tells it from ([\d, ]+)\)", fault
+    ).groups()
+    assert {str(MASK), str(other)} <= {best, *tied.split(", ")}
+    (fault,) = examine(None, mask_token_id=7, pad_token_id=other).faults
+    assert "nothing in these texts" not in fault
 
 
 def test_two_faults_are_found_together(examine):

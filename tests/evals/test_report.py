@@ -177,3 +177,20 @@ class TestPlots:
         value, reach = _whiskers([Estimate(0.5, 0.4, 0.7), Estimate(0.2), Estimate(None)])
         assert value == pytest.approx([0.5, 0.2, np.nan], nan_ok=True)
         assert reach == pytest.approx(np.array([[0.1, 0, 0], [0.2, 0, 0]]))
+
+    @pytest.mark.parametrize("drawn", ["_lines", "_bars"])
+    def test_a_series_has_one_colour_in_every_panel(self, drawn):
+        """Runs of other temperatures leave panels empty; the legend names every run once, in the runs' order."""
+        from dspark.evals import plots
+
+        some = [Estimate(0.5, 0.4, 0.6)]
+        panels = [("0", {"a": [], "b": some, "c": some}), ("1", {"a": some, "b": [], "c": some})]
+        figure = plots._draw([panels], getattr(plots, drawn), "", "", 3.0)
+        colours = {}
+        for axes in figure.axes:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                colour = handle.lines[0].get_color() if drawn == "_lines" else handle.patches[0].get_facecolor()
+                colours.setdefault(label, set()).add(colour)
+        assert sorted(map(len, colours.values())) == [1, 1, 1]
+        assert len(set.union(*colours.values())) == 3
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "c"]

@@ -247,6 +247,12 @@ def test_few_events_stay_near_the_heads_own():
         pytest.param(
             [coin_steps(np.random.default_rng(0), 200, 2)], 3, "draft 3 was verified in 0 steps", id="never-verified"
         ),
+        pytest.param(
+            [coin_steps(np.random.default_rng(0), 60, 4)],
+            None,
+            r"draft 4 was .* with 8 accepted .*the scarcest of 2 drafts.* some 2\.5 times as many",
+            id="the-scarcest",
+        ),
     ],
 )
 def test_too_little_to_fit_on_is_refused(requests, num_positions, message):
