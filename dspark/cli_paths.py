@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dspark.config import HUB_ID
-from dspark.default import TARGET_VARIABLE, default_drafter_path, local_target, resolve_default_target
+from dspark.default import EMBEDDED, TARGET_VARIABLE, default_drafter_path, local_target, resolve_default_target
 from dspark.evals.datasets import find_dataset
 
-EMBEDDED = "embedded"  # the word for a model of the embedded pair
 USING_A_TARGET = ("generate", "eval", "quality", "profile", "doctor")
 HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # of targets: some have no owner
 

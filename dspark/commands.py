@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dspark.checkpoint import load_drafter
-from dspark.cli_paths import EMBEDDED, drafter_location, find_drafter, named_target
-from dspark.default import TargetLocation, load_target, local_target, resolve_default_target
+from dspark.cli_paths import drafter_location, find_drafter, named_target
+from dspark.default import EMBEDDED, load_target, locate_target
 from dspark.drafter import Drafter
 from dspark.evals import EvalSettings, format_prompt, measure_acceptance
 from dspark.evals.datasets import resolve_prompt_format
@@ -141,17 +141,6 @@ def load_pair(options: argparse.Namespace, loaded: Pair | None = None) -> Pair:
     layout = getattr(options, "layout", None)
     drafter = load_drafter(drafter_path, target=target, device=device, dtype=dtype, layout=layout)
     return Pair(target, source, drafter, drafter_path)
-
-
-def locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
-    """Files of the target named by folder or GGUF file, or of the default one (None, or the word `embedded`), and words
-    on it; None for a Hub id.
-    """
-    name = None if name == EMBEDDED else name
-    if name is not None and not Path(name).expanduser().exists():
-        return None, f"Hub {name}"
-    location = resolve_default_target() if name is None else local_target(Path(name))
-    return location, location.source
 
 
 def load_named_target(name: str | None, dtype: torch.dtype, device: torch.device) -> tuple[HFTarget, str]:

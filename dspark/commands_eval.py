@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from dspark.cli_paths import drafter_location, find_drafter, output_folder
-from dspark.commands import Pair, drafter_labels, eval_settings, load_pair, locate_target, say_extrapolation
+from dspark.commands import Pair, drafter_labels, eval_settings, load_pair, say_extrapolation
 from dspark.confidence import CALIBRATION_FILE, write_calibration
+from dspark.default import locate_target
 from dspark.drafter import check_num_draft_tokens
 from dspark.evals import EvalSettings
 from dspark.evals.backends import Backend, LoopBackend
@@ -150,8 +151,8 @@ def _open_backend(
     location, source = locate_target(getattr(options, "target", None))
     if location is not None and location.gguf_file is not None:
         raise ValueError(
-            f"--backend vllm cannot load {location.path}: it needs a Hugging Face folder with "
-            "config.json and safetensors"
+            f"--backend vllm cannot load {location.path}: it needs a Hugging Face folder with config.json and "
+            "safetensors"
         )
     path = options.target if location is None else str(location.folder)
     dtype = getattr(options, "dtype", "bfloat16" if torch.cuda.is_available() else "float32")

@@ -43,6 +43,7 @@ HUB_FILES = (
 )
 HUB_TIMEOUT_S = 5.0
 TARGET_VARIABLE = "DSPARK_TARGET"
+EMBEDDED = "embedded"  # the word for a model of the embedded pair
 DRAFTER_ASSET = "smollm2-135m-dspark"
 SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -162,6 +163,17 @@ def local_target(path: Path) -> TargetLocation:
     raise ValueError(
         f"no target model at {path}: " + (f"the folder has {found}" if path.is_dir() else "no such folder or GGUF file")
     )
+
+
+def locate_target(name: str | None) -> tuple[TargetLocation | None, str]:
+    """Files of the target named by folder or GGUF file, or of the default one (None, or the word `embedded`), and words
+    on it; None for a Hub id.
+    """
+    name = None if name == EMBEDDED else name
+    if name is not None and not Path(name).expanduser().exists():
+        return None, f"Hub {name}"
+    location = resolve_default_target() if name is None else local_target(Path(name))
+    return location, location.source
 
 
 def _hub_cached() -> TargetLocation | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from dspark.default import load_tokenizer, local_target
+from dspark.default import load_tokenizer, locate_target
 from dspark.evals.backends import VERIFICATION, OnFinish
 from dspark.evals.settings import EvalSettings, config_sha256, describe_drafter_config
 from dspark.families import CheckpointError
@@ -105,9 +105,9 @@ class ServerBackend:
         """
         model = served_model(url)
         path = tokenizer or model.root
-        local = Path(path).expanduser()
         try:
-            loaded = load_tokenizer(local_target(local)) if local.exists() else AutoTokenizer.from_pretrained(path)
+            location, _ = locate_target(path)
+            loaded = AutoTokenizer.from_pretrained(path) if location is None else load_tokenizer(location)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"the tokenizer of {model.name} cannot be loaded from {path}: name a copy of the server's model with "

@@ -216,7 +216,7 @@ def test_settled_numbers_follow_the_text_without_a_look():
     assert not any(plan.choose for plan in settled)
     assert settled[-1].num_drafts < 4
     before = schedule._expected()
-    schedule._remember(np.array([0.5]), 1)
+    schedule._remember([0.5], 1)
     assert schedule._expected()[1:] == pytest.approx(before[1:])
 
 
